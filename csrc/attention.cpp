@@ -1,0 +1,268 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+#include "threads.h"
+
+namespace magicpig {
+
+namespace {
+
+constexpr size_t kMaxExactRows = 4096;  // rows of one exact task
+constexpr size_t kMinExactRows = 256;
+
+// Queries as the kernels want them: padded float32, a split into bf16 parts, norms, and codes when there is an index.
+class PreparedQueries {
+ public:
+  PreparedQueries(const Kernels& k, const Geometry& geometry, const char* queries, RowType type, size_t count, bool hashed)
+      : dim_(geometry.dim()), num_tables_(hashed ? geometry.lsh->num_tables : 0), values_(count * dim_), hi_(count * dim_), lo_(count * dim_),
+        inv_norms_(count) {
+    const size_t bad = k.pack[type][kF32](queries, geometry.head_dim, count, geometry.head_dim, values_.data(), dim_, dim_);
+    if (bad < count) {
+      throw std::invalid_argument("queries at sequence " + std::to_string(bad / geometry.num_heads) + ", head " +
+                                  std::to_string(bad % geometry.num_heads) + " is NaN or infinite, or its norm exceeds 1e18");
+    }
+    for (size_t i = 0; i < values_.size(); ++i) split(values_[i], hi_[i], lo_[i]);
+    for (size_t i = 0; i < count; ++i) {
+      double squares = 0;
+      for (uint32_t d = 0; d < dim_; ++d) squares += double{values_[i * dim_ + d]} * values_[i * dim_ + d];
+      inv_norms_[i] = squares > 0 ? static_cast<float>(std::min(1 / std::sqrt(squares), 1e30)) : 0;
+    }
+    if (hashed) codes_ = geometry.lsh->codes(k, values_.data(), count);
+  }
+
+  Queries view(size_t i) const {
+    return {values_.data() + i * dim_, hi_.data() + i * dim_, needs_lo_ ? lo_.data() + i * dim_ : nullptr};
+  }
+  const float* values(size_t i) const { return values_.data() + i * dim_; }
+  const uint16_t* codes(size_t i) const { return codes_.data() + i * num_tables_; }
+  float inv_norm(size_t i) const { return inv_norms_[i]; }
+
+ private:
+  void split(float x, bf16& hi, bf16& lo) {
+    auto round = [](float value) {
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    };
+    hi.bits = round(x);
+    const uint32_t bits = uint32_t{hi.bits} << 16;
+    float high;
+    std::memcpy(&high, &bits, 4);
+    lo.bits = round(x - high);
+    needs_lo_ |= x != high;
+  }
+
+  uint32_t dim_, num_tables_;
+  std::vector<float> values_;
+  std::vector<bf16> hi_, lo_;
+  std::vector<float> inv_norms_;
+  std::vector<uint16_t> codes_;
+  bool needs_lo_ = false;
+};
+
+// Rows of one segment for one query head (drawn from its index) or for all heads of a group (a range, exactly).
+struct Task {
+  const Segment* segment;
+  uint32_t head;         // the first query head, within the sequence
+  uint32_t num_heads;    // 1 when drawn
+  uint32_t first, count; // the range, when exact
+  bool drawn;
+  size_t state;          // its first PartialState
+};
+
+// All tasks of one KV head of one sequence; whoever finishes the last of them merges their states.
+struct Group {
+  size_t sequence;
+  uint32_t kv_head;
+  size_t first_task, end_task;
+  std::atomic<size_t> left;
+};
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+class Call {
+ public:
+  Call(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries, RowType type,
+       float scale, bool exact, const AttendResult& result)
+      : k_(kernels()), geometry_(geometry), scale_(scale), result_(result),
+        queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads, !exact && any_index(batch)) {
+    std::fill_n(result.rows_read, batch.size() * geometry.num_heads, 0);
+    plan(batch, exact);
+  }
+
+  void run() {
+    parallel_for(tasks_.size(), [&](size_t i) {
+      Group& group = groups_[group_of_[i]];
+      attend_task(group, tasks_[i]);
+      if (group.left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge(group);
+    });
+    for (Group& group : groups_)
+      if (group.first_task == group.end_task) merge(group);
+    if (result_.timing) *result_.timing = {draw_ns_ * 1e-9, attend_ns_ * 1e-9};
+  }
+
+ private:
+  static bool any_index(const std::vector<std::shared_ptr<const SegmentList>>& batch) {
+    for (const auto& segments : batch)
+      for (const auto& segment : *segments)
+        if (segment->index()) return true;
+    return false;
+  }
+
+  void plan(const std::vector<std::shared_ptr<const SegmentList>>& batch, bool exact) {
+    size_t rows = 0;
+    for (const auto& segments : batch) rows += num_tokens(*segments) * geometry_.num_kv_heads;
+    const size_t step = std::min(kMaxExactRows, std::max(kMinExactRows, rows / (8 * num_threads())));
+    const uint32_t group_size = geometry_.group();
+    size_t num_states = 0;
+    groups_ = std::vector<Group>(batch.size() * geometry_.num_kv_heads);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      Group& group = groups_[g];
+      group.sequence = g / geometry_.num_kv_heads;
+      group.kv_head = static_cast<uint32_t>(g % geometry_.num_kv_heads);
+      group.first_task = tasks_.size();
+      for (const auto& segment : *batch[group.sequence]) {
+        if (segment->index() && !exact) {
+          for (uint32_t h = 0; h < group_size; ++h, ++num_states) {
+            tasks_.push_back({segment.get(), group.kv_head * group_size + h, 1, 0, 0, true, num_states});
+          }
+          continue;
+        }
+        for (size_t first = 0; first < segment->num_tokens(); first += step, num_states += group_size) {
+          const size_t count = std::min<size_t>(step, segment->num_tokens() - first);
+          tasks_.push_back({segment.get(), group.kv_head * group_size, group_size, static_cast<uint32_t>(first),
+                            static_cast<uint32_t>(count), false, num_states});
+        }
+      }
+      group.end_task = tasks_.size();
+      group.left.store(group.end_task - group.first_task, std::memory_order_relaxed);
+      group_of_.resize(tasks_.size(), g);
+    }
+    const size_t stride = (geometry_.dim() + 31) / 32 * 32;
+    outs_.resize(num_states * stride);
+    states_.resize(num_states);
+    rows_of_task_.resize(tasks_.size());
+    for (size_t i = 0; i < num_states; ++i) states_[i].out = outs_.data() + i * stride;
+  }
+
+  void attend_task(const Group& group, Task& task) {
+    const size_t query = group.sequence * geometry_.num_heads + task.head;
+    RowsArgs args = {};
+    args.rows = task.segment->rows(group.kv_head) + task.first * geometry_.row_bytes();
+    args.count = task.count;
+    args.dim = geometry_.dim();
+    args.num_heads = task.num_heads;
+    args.queries = queries_.view(query);
+    args.scale = scale_;
+    const double start = result_.timing ? now() : 0;
+    double drawn = start;
+    if (task.drawn) {
+      static thread_local Tables::Scratch scratch;
+      args.count = task.segment->index()->draw(group.kv_head, queries_.codes(query), static_cast<const char*>(args.rows), scratch);
+      args.ids = scratch.ids.data();
+      args.inclusion = task.segment->index()->inclusion(group.kv_head, queries_.values(query), queries_.inv_norm(query));
+      if (result_.timing) drawn = now();
+    }
+    k_.attend[geometry_.type](args, states_.data() + task.state);
+    rows_of_task_[&task - tasks_.data()] = args.count;
+    if (result_.timing) {
+      draw_ns_ += static_cast<int64_t>((drawn - start) * 1e9);
+      attend_ns_ += static_cast<int64_t>((now() - drawn) * 1e9);
+    }
+  }
+
+  void merge(const Group& group) {
+    const uint32_t group_size = geometry_.group();
+    for (uint32_t h = 0; h < group_size; ++h) {
+      const uint32_t head = group.kv_head * group_size + h;
+      const size_t at = group.sequence * geometry_.num_heads + head;
+      float* out = result_.out + at * geometry_.head_dim;
+      auto each = [&](auto&& visit) {
+        for (size_t i = group.first_task; i < group.end_task; ++i) {
+          const Task& task = tasks_[i];
+          if (task.head <= head && head < task.head + task.num_heads) visit(states_[task.state + head - task.head], rows_of_task_[i]);
+        }
+      };
+      float peak = -INFINITY;
+      each([&](const PartialState& state, size_t) { peak = std::max(peak, state.max); });
+      double total = 0;
+      int64_t rows = 0;
+      std::fill_n(out, geometry_.head_dim, 0.0f);
+      each([&](const PartialState& state, size_t count) {
+        rows += static_cast<int64_t>(count);
+        if (count == 0) return;
+        const float weight = std::exp(state.max - peak);
+        total += double{weight} * state.sum;
+        for (uint32_t d = 0; d < geometry_.head_dim; ++d) out[d] += weight * state.out[d];
+      });
+      const float inverse = total > 0 ? static_cast<float>(1 / total) : 0;
+      for (uint32_t d = 0; d < geometry_.head_dim; ++d) out[d] *= inverse;
+      result_.lse[at] = total > 0 ? static_cast<float>(peak + std::log(total)) : -INFINITY;
+      result_.rows_read[at] = rows;
+    }
+  }
+
+  const Kernels& k_;
+  const Geometry& geometry_;
+  const float scale_;
+  const AttendResult& result_;
+  const PreparedQueries queries_;
+  std::vector<Task> tasks_;
+  std::vector<size_t> group_of_, rows_of_task_;
+  std::vector<Group> groups_;
+  std::vector<PartialState> states_;
+  std::vector<float> outs_;
+  std::atomic<int64_t> draw_ns_{0}, attend_ns_{0};
+};
+
+}  // namespace
+
+void attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries, RowType type,
+            float scale, bool exact, const AttendResult& result) {
+  Call(geometry, batch, queries, type, scale, exact, result).run();
+}
+
+std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments, const char* queries, RowType type) {
+  const Kernels& k = kernels();
+  const PreparedQueries prepared(k, geometry, queries, type, geometry.num_heads, geometry.lsh != nullptr);
+  std::vector<Sample> samples(geometry.num_heads);
+  parallel_for(geometry.num_heads, [&](size_t head) {
+    const uint32_t kv_head = static_cast<uint32_t>(head / geometry.group());
+    Sample& sample = samples[head];
+    Tables::Scratch scratch;
+    int32_t start = 0;
+    for (const auto& segment : segments) {
+      if (const Tables* index = segment->index()) {
+        RowsArgs args = {};
+        args.rows = segment->rows(kv_head);
+        args.count = index->draw(kv_head, prepared.codes(head), segment->rows(kv_head), scratch);
+        args.ids = scratch.ids.data();
+        args.dim = geometry.dim();
+        args.num_heads = 1;
+        args.queries = prepared.view(head);
+        args.inclusion = index->inclusion(kv_head, prepared.values(head), prepared.inv_norm(head));
+        std::sort(scratch.ids.begin(), scratch.ids.begin() + args.count);
+        const size_t at = sample.rows.size();
+        sample.rows.resize(at + args.count);
+        sample.log_probability.resize(at + args.count);
+        k.log_inclusion[geometry.type](args, sample.log_probability.data() + at);
+        for (size_t i = 0; i < args.count; ++i) sample.rows[at + i] = start + scratch.ids[i];
+      } else {
+        for (uint32_t i = 0; i < segment->num_tokens(); ++i) sample.rows.push_back(start + static_cast<int32_t>(i));
+        sample.log_probability.resize(sample.rows.size(), 0.0f);
+      }
+      start += static_cast<int32_t>(segment->num_tokens());
+    }
+  });
+  return samples;
+}
+
+}  // namespace magicpig

@@ -1,0 +1,202 @@
+// The Python border: arguments in, C++ objects out. It checks what memory safety needs; magicpig.kv gives friendlier messages.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "attention.h"
+#include "dispatch.h"
+#include "layer_kv.h"
+#include "roofs.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace magicpig {
+namespace {
+
+using Array = nb::ndarray<nb::ro, nb::device::cpu>;
+template <class T, size_t N>
+using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T, size_t N>
+using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+RowType type_of(const Array& array, const char* name) {
+  const nb::dlpack::dtype type = array.dtype();
+  const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
+  if (code == nb::dlpack::dtype_code::Bfloat && type.bits == 16) return kBF16;
+  if (code == nb::dlpack::dtype_code::Float && type.bits == 16) return kF16;
+  if (code == nb::dlpack::dtype_code::Float && type.bits == 32) return kF32;
+  throw nb::type_error((std::string(name) + " must be bfloat16, float16 or float32").c_str());
+}
+
+TensorView view(const Array& array, const Geometry& geometry, const char* name) {
+  if (array.ndim() != 3 || array.shape(0) != geometry.num_kv_heads || array.shape(2) != geometry.head_dim) {
+    refuse(std::string(name) + " must have shape [num_kv_heads, tokens, head_dim]");
+  }
+  if (array.size() && (array.stride(2) != 1 || array.stride(0) < 0 || array.stride(1) < 0)) {
+    refuse(std::string(name) + " must be contiguous in its last dimension");
+  }
+  return {static_cast<const char*>(array.data()), type_of(array, name), static_cast<size_t>(array.stride(0)),
+          static_cast<size_t>(array.stride(1)), name};
+}
+
+void append(LayerKV& kv, const Array& keys, const Array& values) {
+  const TensorView key_view = view(keys, kv.geometry(), "keys"), value_view = view(values, kv.geometry(), "values");
+  const size_t count = keys.shape(1);
+  if (values.shape(1) != count) refuse("values must have as many tokens as keys");
+  nb::gil_scoped_release release;
+  kv.append(key_view, value_view, count);
+}
+
+// Dense queries [batch, num_heads, head_dim].
+const char* query_data(const Array& queries, size_t batch, const Geometry& geometry) {
+  if (queries.ndim() != 3 || queries.shape(0) != batch || queries.shape(1) != geometry.num_heads ||
+      queries.shape(2) != geometry.head_dim) {
+    refuse("queries must have shape [batch, num_heads, head_dim]");
+  }
+  int64_t expected = 1;
+  for (size_t i = 3; i-- > 0; expected *= static_cast<int64_t>(queries.shape(i))) {
+    if (queries.shape(i) > 1 && queries.stride(i) != expected) refuse("queries must be contiguous");
+  }
+  return static_cast<const char*>(queries.data());
+}
+
+bool same(const Geometry& a, const Geometry& b) {
+  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim && a.type == b.type && a.lsh == b.lsh;
+}
+
+std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch, const Array& queries, float scale, bool exact,
+                                       const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
+                                       bool timed) {
+  if (batch.empty()) refuse("kvs must not be empty");
+  const Geometry& geometry = batch[0]->geometry();
+  for (const LayerKV* kv : batch)
+    if (!same(geometry, kv->geometry())) refuse("kvs must agree in heads, head_dim, dtype and index");
+  const size_t size = batch.size(), heads = geometry.num_heads;
+  if (out.shape(0) != size || out.shape(1) != heads || out.shape(2) != geometry.head_dim || lse.shape(0) != size ||
+      lse.shape(1) != heads || rows_read.shape(0) != size || rows_read.shape(1) != heads) {
+    refuse("out, lse and rows_read must match the batch");
+  }
+  const char* data = query_data(queries, size, geometry);
+  const RowType type = type_of(queries, "queries");
+  Timing timing;
+  nb::gil_scoped_release release;
+  std::vector<std::shared_ptr<const SegmentList>> snapshots;
+  for (const LayerKV* kv : batch) snapshots.push_back(kv->segments());
+  attend(geometry, snapshots, data, type, scale, exact, {out.data(), lse.data(), rows_read.data(), timed ? &timing : nullptr});
+  return {timing.draw, timing.attend};
+}
+
+std::vector<std::pair<nb::object, nb::object>> sample_rows(const LayerKV& kv, const Array& queries) {
+  const char* data = query_data(queries, 1, kv.geometry());
+  const RowType type = type_of(queries, "queries");
+  std::vector<Sample> samples;
+  {
+    nb::gil_scoped_release release;
+    samples = sample(kv.geometry(), *kv.segments(), data, type);
+  }
+  auto to_array = [](auto&& values) {
+    using T = typename std::decay_t<decltype(values)>::value_type;
+    auto* owned = new std::vector<T>(std::move(values));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
+  };
+  std::vector<std::pair<nb::object, nb::object>> out;
+  for (Sample& head : samples) out.emplace_back(to_array(std::move(head.rows)), to_array(std::move(head.log_probability)));
+  return out;
+}
+
+void codes(const Lsh& lsh, const In<float, 2>& x, const Out<uint16_t, 2>& out) {
+  const size_t count = x.shape(0);
+  if (x.shape(1) != lsh.head_dim || out.shape(0) != count || out.shape(1) != lsh.num_tables) refuse("x and out must match the index");
+  std::vector<float> padded(count * lsh.dim);
+  for (size_t i = 0; i < count; ++i) std::copy_n(x.data() + i * lsh.head_dim, lsh.head_dim, padded.data() + i * lsh.dim);
+  const std::vector<uint16_t> result = lsh.codes(kernels(), padded.data(), count);
+  std::copy(result.begin(), result.end(), out.data());
+}
+
+void exp_of(const In<float, 1>& x, const Out<float, 1>& out) {
+  if (x.shape(0) % kChunk != 0 || x.shape(0) != out.shape(0)) refuse("x and out must have the same multiple of 16 elements");
+  kernels().exp(x.data(), x.shape(0), out.data());
+}
+
+RowType type_named(const std::string& name) {
+  if (name == "bfloat16") return kBF16;
+  if (name == "float16") return kF16;
+  if (name == "float32") return kF32;
+  refuse("dtype must be bfloat16, float16 or float32, not " + name);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native core of magicpig. Use it through the magicpig package, which checks arguments and speaks torch.";
+
+  nb::class_<Lsh>(m, "Lsh")
+      .def(
+          "__init__",
+          [](Lsh* self, uint32_t bits_per_table, uint32_t num_tables, uint32_t min_collisions, const In<float, 2>& projection) {
+            if (projection.shape(1) != size_t{bits_per_table} * num_tables) refuse("projection must have num_tables * bits_per_table columns");
+            new (self) Lsh(bits_per_table, num_tables, min_collisions, static_cast<uint32_t>(projection.shape(0)), projection.data());
+          },
+          "bits_per_table"_a, "num_tables"_a, "min_collisions"_a, "projection"_a.noconvert())
+      .def("codes", &codes, "x"_a.noconvert(), "out"_a.noconvert(), "Buckets of vectors x [n, head_dim], into out [n, num_tables].");
+
+  nb::class_<LayerKV>(m, "LayerKV")
+      .def(
+          "__init__",
+          [](LayerKV* self, uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, const std::string& dtype,
+             std::shared_ptr<Lsh> lsh, uint32_t exact_below) {
+            new (self) LayerKV(Geometry{num_heads, num_kv_heads, head_dim, type_named(dtype), std::move(lsh), exact_below});
+          },
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "exact_below"_a)
+      .def("append", &append, "keys"_a.noconvert(), "values"_a.noconvert())
+      .def("fork", &LayerKV::fork)
+      .def_prop_ro("num_tokens", [](const LayerKV& kv) { return num_tokens(*kv.segments()); })
+      .def_prop_ro("segment_sizes",
+                   [](const LayerKV& kv) {
+                     std::vector<uint32_t> sizes;
+                     for (const auto& segment : *kv.segments()) sizes.push_back(segment->num_tokens());
+                     return sizes;
+                   })
+      .def_prop_ro(
+          "nbytes",
+          [](const LayerKV& kv) {
+            size_t rows = 0, index = 0;
+            for (const auto& segment : *kv.segments()) {
+              rows += segment->row_nbytes();
+              index += segment->index_nbytes();
+            }
+            return std::make_pair(rows, index);
+          },
+          "Bytes of rows and of the index.");
+
+  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "exact"_a, "out"_a.noconvert(), "lse"_a.noconvert(),
+        "rows_read"_a.noconvert(), "timed"_a = false,
+        "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention when timed.");
+  m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");
+
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("supported_isas", &supported_isas);
+  m.def("set_isa", &set_isa, "name"_a);
+  m.def("num_threads", &num_threads);
+  m.def("set_num_threads", &set_num_threads, "count"_a);
+
+  m.def("exp", &exp_of, "x"_a.noconvert(), "out"_a.noconvert(), "The kernels' exponential, for tests.");
+  m.def("log_inclusion_probability", &log_inclusion_probability, "angle_over_pi"_a, "bits_per_table"_a, "num_tables"_a, "min_collisions"_a);
+  m.def("stream_read_roof", &stream_read_roof, "bytes"_a, "repeats"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace magicpig

@@ -1,0 +1,41 @@
+// The kernels of one instruction set. Compiled once per set with MAGICPIG_ISA = its name, MAGICPIG_VEC = its vector header and
+// only that set's compiler flags. Everything but the exported table has internal linkage and no C++ library template is used:
+// a weak symbol from here could otherwise be linked into code that runs on machines without these instructions.
+#include "kernels.h"
+
+#include <string.h>
+
+#include MAGICPIG_VEC
+#include "kernels_math.h"
+#ifdef MAGICPIG_BF16_DOT
+#include "kernels_bf16.h"
+#endif
+#include "kernels_attend.h"
+#include "kernels_index.h"
+
+namespace magicpig {
+
+namespace {
+void exp_of(const float* x, size_t count, float* out) {
+  for (size_t i = 0; i < count; i += kChunk) store(out + i, exp(load(x + i)));
+}
+}  // namespace
+
+namespace MAGICPIG_ISA {
+#define MAGICPIG_NAME_OF(isa) #isa
+#define MAGICPIG_NAME(isa) MAGICPIG_NAME_OF(isa)
+extern const Kernels kernels = {
+    MAGICPIG_NAME(MAGICPIG_ISA),
+    {attend<bf16>, attend<f16>, attend<float>},
+    {log_inclusion_of_rows<bf16>, log_inclusion_of_rows<f16>, log_inclusion_of_rows<float>},
+    {{pack<bf16, bf16>, pack<bf16, f16>, pack<bf16, float>},
+     {pack<f16, bf16>, pack<f16, f16>, pack<f16, float>},
+     {pack<float, bf16>, pack<float, f16>, pack<float, float>}},
+    {add_keys<bf16>, add_keys<f16>, add_keys<float>},
+    {centre<bf16>, centre<f16>, centre<float>},
+    hash,
+    exp_of,
+};
+}  // namespace MAGICPIG_ISA
+
+}  // namespace magicpig

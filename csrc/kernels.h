@@ -1,0 +1,99 @@
+// The border between portable code and the code that is compiled once per instruction set.
+//
+// Only plain structs and function pointers here: a kernel translation unit must not emit a symbol that another could pick
+// up at link time, so nothing in this header may instantiate a template or an inline function with external linkage.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace magicpig {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+enum RowType { kBF16 = 0, kF16 = 1, kF32 = 2, kNumRowTypes = 3 };
+
+// Rows are stored with both halves padded by zeros to a multiple of this many elements.
+constexpr uint32_t kChunk = 16;
+constexpr uint32_t kMaxDim = 256;
+
+// Keys and values of a token lie side by side: `dim` key elements, then `dim` value elements (dim is the padded one).
+// A squared norm above this is refused, so that no dot product of two accepted vectors can leave the range of float32.
+constexpr float kMaxSquaredNorm = 1e36f;
+
+// Intervals of the table of log u over angle / pi in [0, 1]; it has one entry more, and a copy of the last behind it.
+constexpr uint32_t kLogUIntervals = 1024;
+
+// The queries of consecutive heads, each `dim` elements, zero-padded. hi + lo is the query split into two bf16 parts;
+// `lo` is null when the high parts say it all.
+struct Queries {
+  const float* values;
+  const bf16* hi;
+  const bf16* lo;
+};
+
+// How a sampled row's logit is corrected: logit = scale q.k - log u(angle(q, k - mean)). Null log_u: rows are exact.
+struct Inclusion {
+  const float* log_u;        // [kLogUIntervals + 2]
+  const float* inv_norms;    // 1 / |k - mean| per row of the segment, 0 for a key at the mean
+  float query_dot_mean;      // q.mean
+  float inv_query_norm;      // 1 / |q|, 0 for a zero query
+};
+
+struct RowsArgs {
+  const void* rows;          // [*, 2 * dim] of the row type
+  const uint16_t* ids;       // rows to read, or null for rows 0 .. count-1
+  size_t count;
+  uint32_t dim;
+  uint32_t num_heads;        // query heads served together; 1 when rows are sampled
+  Queries queries;
+  float scale;
+  Inclusion inclusion;
+};
+
+// Attention over some rows, not normalised: sum_i exp(logit_i - max) and the same weights times the values.
+struct PartialState {
+  float max;
+  float sum;
+  float* out;                // [dim rounded up to a multiple of 32]
+  float lanes[16];           // the kernel's own: the sum in parts
+};
+
+struct Kernels {
+  const char* name;
+  // By row type. `states`: one per head, overwritten. An empty row set gives max = -inf, sum = 0, out = 0.
+  void (*attend[kNumRowTypes])(const RowsArgs& args, PartialState* states);
+  // log inclusion probability of each row in args.ids for the one query.
+  void (*log_inclusion[kNumRowTypes])(const RowsArgs& args, float* log_u);
+  // Converts `count` vectors of `head_dim` elements and pads them to `dim`; returns the first whose squared norm, as stored,
+  // is not in [0, kMaxSquaredNorm] (NaN and infinity are not), or count. Indexed by source type, then stored type.
+  size_t (*pack[kNumRowTypes][kNumRowTypes])(const void* source, size_t source_stride, size_t count, uint32_t head_dim, void* out,
+                                             size_t out_stride, uint32_t dim);
+  // sums[dim] += the keys of the rows.
+  void (*add_keys[kNumRowTypes])(const void* rows, size_t count, uint32_t dim, float* sums);
+  // centred = key - mean, and 1 / its norm. A key within `tolerance` (absolute) of the mean counts as the mean: zeros.
+  void (*centre[kNumRowTypes])(const void* rows, size_t count, uint32_t dim, const float* mean, float tolerance,
+                               float* centred, float* inv_norms);
+  // Signs of the projections of bf16(x): bits[group * bits_stride + row] has a bit per column of the group, 1 for >= 0.
+  // panels: [groups][dim / 2][16][2]. scratch: (count + 8) * dim floats.
+  void (*hash)(const float* x, size_t count, uint32_t dim, const bf16* panels, uint32_t num_groups, uint16_t* bits,
+               size_t bits_stride, float* scratch);
+  void (*exp)(const float* x, size_t count, float* out);  // count: a multiple of 16; for tests
+};
+
+// One object file per instruction set exports exactly one of these.
+#if defined(MAGICPIG_X86)
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+namespace avx512_bf16 { extern const Kernels kernels; }
+#elif defined(MAGICPIG_ARM64)
+namespace neon { extern const Kernels kernels; }
+#endif
+namespace scalar { extern const Kernels kernels; }
+
+}  // namespace magicpig

@@ -1,0 +1,113 @@
+// Functions of sixteen floats, and the row products in float32. Included by kernels.cpp only.
+#pragma once
+
+namespace magicpig {
+namespace {
+
+// exp(x) for x <= 88; relative error below 2e-7 where the result is a normal number, exactly 0 below -87.33 (the last
+// argument whose result is normal), 1 at 0, NaN for NaN.
+inline vec exp(vec x) {
+  vec bounded = max(set1(-87.33f), min(set1(88.0f), x));  // constants first: NaN passes through
+  vec n = round(mul(bounded, set1(1.44269504089f)));
+  vec r = fma(n, set1(-0.693359375f), bounded);  // ln 2 in two parts, so that n ln 2 is exact enough
+  r = fma(n, set1(2.12194440e-4f), r);
+  vec p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(mul(p, r), r, r), set1(1.0f));
+  return select_less(x, set1(-87.33f), zero(), times_power_of_two(p, n));
+}
+
+// acos(x) / pi for x in [-1, 1]; absolute error below 1e-7 (polynomial 4.4.46 of Abramowitz and Stegun).
+inline vec angle_over_pi(vec x) {
+  vec y = abs(x);
+  vec p = fma(set1(-0.0012624911f), y, set1(0.0066700901f));
+  p = fma(p, y, set1(-0.0170881256f));
+  p = fma(p, y, set1(0.0308918810f));
+  p = fma(p, y, set1(-0.0501743046f));
+  p = fma(p, y, set1(0.0889789874f));
+  p = fma(p, y, set1(-0.2145988016f));
+  p = fma(p, y, set1(1.5707963050f));
+  vec t = mul(mul(p, sqrt(sub(set1(1.0f), y))), set1(0.318309886f));
+  return select_less(x, zero(), sub(set1(1.0f), t), t);
+}
+
+// log u of sixteen rows from their raw products q.k.
+inline vec log_inclusion(const Inclusion& inclusion, vec products, const uint16_t* ids) {
+  vec inv_norms = mul(lookup(inclusion.inv_norms, ids), set1(inclusion.inv_query_norm));
+  vec cosine = mul(sub(products, set1(inclusion.query_dot_mean)), inv_norms);
+  cosine = min(max(cosine, set1(-1.0f)), set1(1.0f));
+  vec t = mul(angle_over_pi(cosine), set1(static_cast<float>(kLogUIntervals)));
+  vec left = floor(t);
+  vec low = lookup(inclusion.log_u, left);
+  vec high = lookup(inclusion.log_u + 1, left);
+  return fma(sub(t, left), sub(high, low), low);
+}
+
+constexpr int kBlock = 32;  // rows taken together; a multiple of 16
+
+// Products of rows with queries and weights with rows, in float32 whatever the rows' type.
+template <class T>
+struct Products {
+  using Weight = float;
+
+  // scores[h][r] = q_h . key_r for r < count, a multiple of 4.
+  template <int H>
+  static void dots(const T* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock]) {
+    for (int r = 0; r < count; r += 4) {
+      vec acc[4][H];
+      for (int i = 0; i < 4; ++i)
+        for (int h = 0; h < H; ++h) acc[i][h] = zero();
+      for (uint32_t c = 0; c < dim; c += kChunk) {
+        vec query[H];
+        for (int h = 0; h < H; ++h) query[h] = load(queries.values + h * dim + c);
+        for (int i = 0; i < 4; ++i) {
+          vec key = load(rows[r + i] + c);
+          for (int h = 0; h < H; ++h) acc[i][h] = fma(key, query[h], acc[i][h]);
+        }
+      }
+      for (int h = 0; h < H; ++h) sum4(acc[0][h], acc[1][h], acc[2][h], acc[3][h], scores[h] + r);
+    }
+  }
+
+  // Stores weights as the product will use them and returns what was stored.
+  static vec keep(Weight* weights, vec p) {
+    store(weights, p);
+    return p;
+  }
+
+  // out_h += sum_r weights[h][r] value_r.
+  template <int H>
+  static void accumulate(const T* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock], PartialState* states) {
+    uint32_t c = 0;
+    for (; c + 4 * kChunk <= dim; c += 4 * kChunk) chunks<H, 4>(rows, count, dim, c, weights, states);
+    for (; c < dim; c += kChunk) chunks<H, 1>(rows, count, dim, c, weights, states);
+  }
+
+  static void finish(float*, uint32_t) {}
+
+ private:
+  template <int H, int C>
+  static void chunks(const T* const* rows, int count, uint32_t dim, uint32_t offset, const Weight (*weights)[kBlock],
+                     PartialState* states) {
+    vec acc[H][C];
+    for (int h = 0; h < H; ++h)
+      for (int c = 0; c < C; ++c) acc[h][c] = load(states[h].out + offset + c * kChunk);
+    for (int r = 0; r < count; ++r) {
+      const T* value = rows[r] + dim + offset;
+      vec weight[H];
+      for (int h = 0; h < H; ++h) weight[h] = set1(weights[h][r]);
+      for (int c = 0; c < C; ++c) {
+        vec v = load(value + c * kChunk);
+        for (int h = 0; h < H; ++h) acc[h][c] = fma(v, weight[h], acc[h][c]);
+      }
+    }
+    for (int h = 0; h < H; ++h)
+      for (int c = 0; c < C; ++c) store(states[h].out + offset + c * kChunk, acc[h][c]);
+  }
+};
+
+}  // namespace
+}  // namespace magicpig

@@ -1,0 +1,90 @@
+#include "layer_kv.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace magicpig {
+
+namespace {
+
+// When this many segments of about one size stand at the end of the list they become one. A token is then copied, and if
+// its segment has an index hashed, once per power of kFanout: log(65,536) / log(4) = 8 times at most, however long the list.
+constexpr uint32_t kFanout = 4;
+
+uint32_t size_class(size_t tokens) {
+  uint32_t level = 0;
+  for (; tokens >= kFanout; tokens /= kFanout) ++level;
+  return level;
+}
+
+// Appends `count` to a list of segment sizes, in full segments and a rest.
+void add_pieces(size_t count, std::vector<size_t>& sizes) {
+  for (; count > Segment::kMaxTokens; count -= Segment::kMaxTokens) sizes.push_back(Segment::kMaxTokens);
+  if (count) sizes.push_back(count);
+}
+
+// Merges small segments at the end of the list of sizes; returns how many at its beginning stay as they are.
+size_t merge_small(size_t num_old, std::vector<size_t>& sizes) {
+  size_t kept = num_old;
+  for (;;) {
+    // The segments at the end that are no larger than the last one, by class. A full segment stays as it is.
+    const uint32_t level = size_class(sizes.back());
+    size_t begin = sizes.size(), total = 0;
+    while (begin > 0 && size_class(sizes[begin - 1]) <= level && sizes[begin - 1] < Segment::kMaxTokens) total += sizes[--begin];
+    if (sizes.size() - begin < kFanout) return kept;
+    sizes.resize(begin);
+    add_pieces(total, sizes);
+    kept = std::min(kept, begin);
+  }
+}
+
+void require(bool fine, const std::string& message) {
+  if (!fine) throw std::invalid_argument(message);
+}
+
+}  // namespace
+
+LayerKV::LayerKV(Geometry geometry) : geometry_(std::move(geometry)), list_(std::make_shared<SegmentList>()) {
+  const Geometry& g = geometry_;
+  require(g.num_kv_heads >= 1, "num_kv_heads must be at least 1, not " + std::to_string(g.num_kv_heads));
+  require(g.num_heads >= 1 && g.num_heads % g.num_kv_heads == 0,
+          "num_heads must be a multiple of num_kv_heads (" + std::to_string(g.num_kv_heads) + "), not " + std::to_string(g.num_heads));
+  require(g.head_dim >= 8 && g.head_dim <= kMaxDim && g.head_dim % 8 == 0,
+          "head_dim must be a multiple of 8 from 8 to 256, not " + std::to_string(g.head_dim));
+  require(!g.lsh || g.lsh->head_dim == g.head_dim, "index was made for another head_dim");
+}
+
+std::shared_ptr<const SegmentList> LayerKV::segments() const {
+  std::lock_guard<std::mutex> lock(list_mutex_);
+  return list_;
+}
+
+void LayerKV::append(const TensorView& keys, const TensorView& values, size_t count) {
+  if (count == 0) return;
+  std::lock_guard<std::mutex> one_at_a_time(append_mutex_);
+  const std::shared_ptr<const SegmentList> old = segments();
+  require(num_tokens(*old) + count <= INT32_MAX, "keys would make the sequence longer than 2,147,483,647 tokens");
+
+  std::vector<size_t> sizes;
+  for (const auto& segment : *old) sizes.push_back(segment->num_tokens());
+  add_pieces(count, sizes);
+  const size_t kept = merge_small(old->size(), sizes);
+
+  auto list = std::make_shared<SegmentList>(old->begin(), old->begin() + kept);
+  const Source source = {SegmentList(old->begin() + kept, old->end()), keys, values};
+  size_t first = 0;
+  for (size_t i = kept; i < sizes.size(); first += sizes[i++]) {
+    list->push_back(std::make_shared<Segment>(geometry_, source, first, static_cast<uint32_t>(sizes[i])));
+  }
+  std::lock_guard<std::mutex> lock(list_mutex_);
+  list_ = std::move(list);
+}
+
+std::unique_ptr<LayerKV> LayerKV::fork() const {
+  auto copy = std::make_unique<LayerKV>(geometry_);
+  copy->list_ = segments();
+  return copy;
+}
+
+}  // namespace magicpig

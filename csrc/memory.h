@@ -1,0 +1,27 @@
+// Memory of segments: aligned, on huge pages where large, and refused with std::bad_alloc before the machine runs dry.
+#pragma once
+
+#include <cstddef>
+
+namespace magicpig {
+
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes);  // aligned to 64 bytes at least; contents undefined
+  ~Buffer();
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  char* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+  size_t mapped_ = 0;  // bytes from mmap, 0 when from the heap
+};
+
+}  // namespace magicpig

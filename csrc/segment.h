@@ -1,0 +1,67 @@
+// A run of consecutive tokens of one layer, never changed once built: key and value rows, and an index over them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "lsh.h"
+#include "memory.h"
+#include "tables.h"
+
+namespace magicpig {
+
+// What all segments of a layer have in common.
+struct Geometry {
+  uint32_t num_heads, num_kv_heads, head_dim;
+  RowType type;
+  std::shared_ptr<const Lsh> lsh;  // null: rows are always read whole
+  uint32_t exact_below;            // segments shorter than this have no index and are read whole
+
+  uint32_t group() const { return num_heads / num_kv_heads; }
+  uint32_t dim() const { return (head_dim + kChunk - 1) / kChunk * kChunk; }
+  size_t row_bytes() const { return size_t{2} * dim() * (type == kF32 ? 4 : 2); }
+};
+
+// Someone else's [num_kv_heads, tokens, head_dim] array; the innermost dimension is dense, strides count elements.
+struct TensorView {
+  const char* data;
+  RowType type;
+  size_t head_stride, token_stride;
+  const char* name;  // for messages
+};
+
+class Segment;
+using SegmentList = std::vector<std::shared_ptr<const Segment>>;
+size_t num_tokens(const SegmentList& segments);
+
+// Where a new segment's tokens come from: segments laid end to end, then tensors.
+struct Source {
+  SegmentList segments;
+  TensorView keys, values;
+};
+
+class Segment {
+ public:
+  static constexpr uint32_t kMaxTokens = 65536;  // row ids are 16 bits wide
+
+  // Copies tokens first .. first + count - 1 of the source and indexes them. std::invalid_argument for NaN, infinity or a norm
+  // beyond what attention can take.
+  Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count);
+
+  uint32_t num_tokens() const { return num_tokens_; }
+  const char* rows(uint32_t kv_head) const { return rows_.data() + size_t{kv_head} * num_tokens_ * row_bytes_; }
+  const Tables* index() const { return index_.get(); }  // null: read the rows whole
+  size_t row_nbytes() const { return rows_.size(); }
+  size_t index_nbytes() const { return index_ ? index_->nbytes() : 0; }
+
+ private:
+  void copy(const SegmentList& segments, size_t first, uint32_t count);
+  void pack(const Geometry& geometry, const TensorView& tensor, size_t half, size_t first, uint32_t at);
+
+  uint32_t num_tokens_, num_kv_heads_;
+  size_t row_bytes_;
+  Buffer rows_;  // [num_kv_heads, num_tokens, 2 * dim]
+  std::unique_ptr<const Tables> index_;
+};
+
+}  // namespace magicpig

@@ -1,0 +1,135 @@
+#include "tables.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "threads.h"
+
+namespace magicpig {
+
+namespace {
+
+constexpr size_t kSumChunk = 1024;   // rows summed in float32 before the sum goes on in double
+constexpr size_t kHashChunk = 192;   // rows hashed at once: their centred keys stay in the second-level cache
+constexpr uint32_t kAhead = 8;       // tables whose buckets are being fetched while one is counted
+
+// A key this near the mean, relative to the mean's norm, has no direction that float32 could tell from rounding.
+constexpr float kAtMean = 1e-4f;
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens,
+               const char* rows)
+    : lsh_(std::move(lsh)), num_tokens_(num_tokens), row_bytes_(size_t{2} * lsh_->dim * (type == kF32 ? 4 : 2)) {
+  offsets_at_ = aligned(size_t{lsh_->num_tables} * num_tokens * sizeof(uint16_t));
+  norms_at_ = offsets_at_ + aligned(size_t{lsh_->num_tables} * (lsh_->num_buckets() + 1) * sizeof(uint32_t));
+  mean_at_ = norms_at_ + aligned(num_tokens * sizeof(float));
+  head_bytes_ = mean_at_ + aligned(lsh_->dim * sizeof(float));
+  memory_ = Buffer(num_kv_heads * head_bytes_);
+  Buffer bit_memory(size_t{lsh_->num_groups} * num_tokens * sizeof(uint16_t));
+  uint16_t* bits = reinterpret_cast<uint16_t*>(bit_memory.data());
+  const uint32_t dim = lsh_->dim;
+  for (uint32_t head = 0; head < num_kv_heads; ++head) {
+    const char* keys = rows + head * num_tokens * row_bytes_;
+    compute_mean(kernels, type, keys, mean(head));
+    double squares = 0;
+    for (uint32_t d = 0; d < dim; ++d) squares += double{mean(head)[d]} * mean(head)[d];
+    const float tolerance = std::max(1e-30f, kAtMean * static_cast<float>(std::sqrt(squares)));
+    parallel_for((num_tokens + kHashChunk - 1) / kHashChunk, [&](size_t part) {
+      const size_t first = part * kHashChunk, count = std::min(kHashChunk, num_tokens - first);
+      static thread_local std::vector<float> scratch;
+      scratch.resize((2 * kHashChunk + 8) * dim);
+      float* centred = scratch.data() + (kHashChunk + 8) * dim;
+      kernels.centre[type](keys + first * row_bytes_, count, dim, mean(head), tolerance, centred, inv_norms(head) + first);
+      kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens, scratch.data());
+    });
+    parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(bits, head, static_cast<uint32_t>(table)); });
+  }
+}
+
+void Tables::compute_mean(const Kernels& kernels, RowType type, const char* rows, float* mean) const {
+  const uint32_t dim = lsh_->dim;
+  const size_t parts = (num_tokens_ + kSumChunk - 1) / kSumChunk;
+  std::vector<float> sums(parts * dim);
+  parallel_for(parts, [&](size_t part) {
+    const size_t first = part * kSumChunk;
+    kernels.add_keys[type](rows + first * row_bytes_, std::min(kSumChunk, num_tokens_ - first), dim, sums.data() + part * dim);
+  });
+  for (uint32_t d = 0; d < dim; ++d) {
+    double total = 0;
+    for (size_t part = 0; part < parts; ++part) total += sums[part * dim + d];
+    mean[d] = static_cast<float>(total / num_tokens_);
+  }
+}
+
+void Tables::sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const {
+  const uint32_t buckets = lsh_->num_buckets();
+  uint32_t* starts = offsets(kv_head) + size_t{table} * (buckets + 1);
+  uint16_t* out = ids(kv_head) + size_t{table} * num_tokens_;
+  static thread_local std::vector<uint16_t> codes;
+  codes.resize(num_tokens_);
+  std::fill(starts, starts + buckets + 1, 0);
+  for (uint32_t i = 0; i < num_tokens_; ++i) {
+    codes[i] = lsh_->code(bits, num_tokens_, i, table);
+    ++starts[codes[i]];
+  }
+  uint32_t total = 0;
+  for (uint32_t b = 0; b <= buckets; ++b) total += std::exchange(starts[b], total);
+  for (uint32_t i = 0; i < num_tokens_; ++i) out[starts[codes[i]]++] = static_cast<uint16_t>(i);
+  // Each start has moved to its bucket's end, which is the next bucket's start: move them back by one.
+  std::memmove(starts + 1, starts, buckets * sizeof(uint32_t));
+  starts[0] = 0;
+}
+
+size_t Tables::draw(uint32_t kv_head, const uint16_t* codes, const char* rows, Scratch& scratch) const {
+  const uint32_t num_tables = lsh_->num_tables, buckets = lsh_->num_buckets();
+  const uint32_t* starts = offsets(kv_head);
+  const uint16_t* table_ids = ids(kv_head);
+  scratch.counts.assign(num_tokens_, 0);
+  scratch.ids.resize(num_tokens_ + 1);
+  scratch.buckets.resize(2 * (num_tables + kAhead));
+  uint8_t* counts = scratch.counts.data();
+  uint16_t* drawn = scratch.ids.data();
+  const uint16_t** ends = scratch.buckets.data();
+
+  for (uint32_t t = 0; t < num_tables; ++t) __builtin_prefetch(starts + size_t{t} * (buckets + 1) + codes[t]);
+  auto look_up = [&](uint32_t t) {
+    const uint32_t* start = starts + size_t{t} * (buckets + 1) + codes[t];
+    const uint16_t* first = table_ids + size_t{t} * num_tokens_ + start[0];
+    const uint16_t* last = table_ids + size_t{t} * num_tokens_ + start[1];
+    ends[2 * t] = first;
+    ends[2 * t + 1] = last;
+    for (const uint16_t* line = first; line < last; line += 32) __builtin_prefetch(line);
+  };
+  for (uint32_t t = 0; t < std::min(kAhead, num_tables); ++t) look_up(t);
+
+  const uint8_t enough = static_cast<uint8_t>(lsh_->min_collisions);
+  size_t count = 0, asked = 0;
+  for (uint32_t t = 0; t < num_tables; ++t) {
+    if (t + kAhead < num_tables) look_up(t + kAhead);
+    for (const uint16_t *id = ends[2 * t], *end = ends[2 * t + 1]; id < end; ++id) {
+      const uint8_t seen = counts[*id];
+      drawn[count] = *id;
+      count += seen + 1 == enough;
+      counts[*id] = seen + (seen < enough);  // stays at `enough`, so that many tables cannot wrap it around
+    }
+    for (; asked < count; ++asked) {
+      const char* row = rows + drawn[asked] * row_bytes_;
+      for (size_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    }
+  }
+  return count;
+}
+
+Inclusion Tables::inclusion(uint32_t kv_head, const float* query, float inv_query_norm) const {
+  const float* centre = mean(kv_head);
+  double product = 0;
+  for (uint32_t d = 0; d < lsh_->dim; ++d) product += double{query[d]} * centre[d];
+  return {lsh_->log_u.data(), inv_norms(kv_head), static_cast<float>(product), inv_query_norm};
+}
+
+}  // namespace magicpig

@@ -1,0 +1,135 @@
+// Sixteen floats in an array: the form every compiler and machine understands.
+#pragma once
+
+#include <string.h>
+
+#include "kernels.h"
+
+namespace magicpig {
+namespace {
+
+struct vec {
+  float x[16];
+};
+constexpr int kHeadTile = 1;
+constexpr int kHashRows = 2;
+constexpr int kHashGroups = 1;
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+inline float to_float(f16 x) {
+  uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, fraction = x.bits & 0x3ff;
+  uint32_t bits;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000u | fraction << 13;
+  } else if (exponent != 0) {
+    bits = sign | (exponent + 112) << 23 | fraction << 13;
+  } else {  // subnormal: fraction * 2^-24, exact in float
+    float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return sign ? -magnitude : magnitude;
+  }
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline void from_float(float x, float& out) { out = x; }
+inline void from_float(float x, bf16& out) {  // round to nearest even; NaN stays NaN
+  uint32_t bits = bits_of(x);
+  out.bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void from_float(float x, f16& out) {
+  uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffffu, half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00;  // NaN
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00;  // rounds beyond 65504: infinity
+  } else if (magnitude >= 0x38800000u) {
+    half = (magnitude - 0x38000000u + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  } else {  // subnormal: let the float adder round at 2^-24
+    float shifted;
+    memcpy(&shifted, &magnitude, 4);
+    half = bits_of(shifted + 0.5f) - 0x3f000000u;
+  }
+  out.bits = static_cast<uint16_t>(sign | half);
+}
+
+#define MAGICPIG_EACH(expression)                     \
+  vec out;                                            \
+  for (int i = 0; i < 16; ++i) out.x[i] = expression; \
+  return out
+inline vec set1(float x) { MAGICPIG_EACH(x); }
+inline vec zero() { return set1(0.0f); }
+template <class T>
+inline vec load(const T* p) { MAGICPIG_EACH(to_float(p[i])); }
+inline void load_pairs(const bf16* p, vec& first, vec& second) {
+  for (int i = 0; i < 16; ++i) {
+    first.x[i] = to_float(p[2 * i]);
+    second.x[i] = to_float(p[2 * i + 1]);
+  }
+}
+template <class T>
+inline void store(T* p, vec v) {
+  for (int i = 0; i < 16; ++i) from_float(v.x[i], p[i]);
+}
+inline vec add(vec a, vec b) { MAGICPIG_EACH(a.x[i] + b.x[i]); }
+inline vec sub(vec a, vec b) { MAGICPIG_EACH(a.x[i] - b.x[i]); }
+inline vec mul(vec a, vec b) { MAGICPIG_EACH(a.x[i] * b.x[i]); }
+inline vec fma(vec a, vec b, vec c) { MAGICPIG_EACH(a.x[i] * b.x[i] + c.x[i]); }
+inline vec min(vec a, vec b) { MAGICPIG_EACH(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }  // b when either is NaN
+inline vec max(vec a, vec b) { MAGICPIG_EACH(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }  // b when either is NaN
+inline vec abs(vec a) { MAGICPIG_EACH(__builtin_fabsf(a.x[i])); }
+inline vec sqrt(vec a) { MAGICPIG_EACH(__builtin_sqrtf(a.x[i])); }
+inline vec round(vec a) { MAGICPIG_EACH((a.x[i] + 12582912.0f) - 12582912.0f); }  // for |x| < 2^22
+inline vec floor(vec a) { MAGICPIG_EACH(static_cast<float>(static_cast<int>(a.x[i]))); }  // for 0 <= x < 2^31
+inline float power_of_two(float n) {
+  uint32_t bits = static_cast<uint32_t>(static_cast<int>(n) + 127) << 23;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+inline vec times_power_of_two(vec a, vec n) { MAGICPIG_EACH(a.x[i] * power_of_two(n.x[i])); }
+inline vec select_less(vec a, vec b, vec if_less, vec otherwise) {
+  MAGICPIG_EACH(a.x[i] < b.x[i] ? if_less.x[i] : otherwise.x[i]);
+}
+inline vec lookup(const float* table, vec index) { MAGICPIG_EACH(table[static_cast<int>(index.x[i])]); }
+inline vec lookup(const float* table, const uint16_t* ids) { MAGICPIG_EACH(table[ids[i]]); }
+#undef MAGICPIG_EACH
+inline bool any_greater(vec a, vec b) {
+  bool any = false;
+  for (int i = 0; i < 16; ++i) any |= a.x[i] > b.x[i];
+  return any;
+}
+inline uint16_t sign_bits(vec a) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(a.x[i] >= 0) << i;
+  return static_cast<uint16_t>(bits);
+}
+inline float sum(vec a) {
+  float total = 0;
+  for (int i = 0; i < 16; ++i) total += a.x[i];
+  return total;
+}
+inline float largest(vec a) {
+  float best = a.x[0];
+  for (int i = 1; i < 16; ++i) best = a.x[i] > best ? a.x[i] : best;
+  return best;
+}
+inline void sum4(vec a, vec b, vec c, vec d, float* out) {
+  out[0] = sum(a);
+  out[1] = sum(b);
+  out[2] = sum(c);
+  out[3] = sum(d);
+}
+
+}  // namespace
+}  // namespace magicpig

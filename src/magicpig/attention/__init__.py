@@ -1,0 +1,5 @@
+"""Attention in parts: how partial results come together."""
+
+from magicpig.attention.merge import merge
+
+__all__ = ["merge"]

@@ -1,0 +1,64 @@
+"""Configuration: frozen dataclasses that check themselves.
+
+A bad value is a ``ValueError`` that names the field and the value; a wrong type a ``TypeError``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raises unless `value` is an int (not a bool) from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low} to {high}, not {value}")
+
+
+@dataclass(frozen=True)
+class LSHConfig:
+    """How keys are hashed and which of them a query draws. docs/parameters.md tells what each field costs and buys.
+
+    bits_per_table: sign bits that name a bucket of a table (K in the paper), 1 to 16.
+    num_tables: hash tables (L in the paper), 1 to 4096.
+    min_collisions: a key is drawn when it shares the query's bucket in this many tables or more.
+    seed: of the random projection; equal configurations hash alike everywhere.
+    exact_below: segments with fewer tokens are read whole instead of being indexed. None: 2**bits_per_table, below which
+        a table would have more buckets than keys.
+    """
+
+    bits_per_table: int = 10
+    num_tables: int = 150
+    min_collisions: int = 2
+    seed: int = 0
+    exact_below: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("bits_per_table", self.bits_per_table, 1, 16)
+        check_int("num_tables", self.num_tables, 1, 4096)
+        check_int("min_collisions", self.min_collisions, 1, 255)
+        if self.min_collisions > self.num_tables:
+            raise ValueError(
+                f"min_collisions must be at most num_tables ({self.num_tables}), "
+                f"not {self.min_collisions}"
+            )
+        check_int("seed", self.seed, 0, 2**32 - 1)
+        if self.exact_below is not None:
+            check_int("exact_below", self.exact_below, 0, 2**31 - 1)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> LSHConfig:
+        """The configuration with these fields; unknown ones are a ``ValueError``."""
+        unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ValueError(
+                f"unknown LSHConfig field {unknown[0]!r}; known: {', '.join(cls.__dataclass_fields__)}"
+            )
+        return cls(**fields)
+
+    @property
+    def shortest_indexed(self) -> int:
+        """Tokens from which a segment is indexed."""
+        return 2**self.bits_per_table if self.exact_below is None else self.exact_below

@@ -1,0 +1,210 @@
+"""LayerKV: the far context of one sequence in one layer, and attention over it.
+
+Checks what callers pass, in torch's words, and hands plain buffers to the native core. No algorithm lives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magicpig import _native, reference
+from magicpig.config import LSHConfig, check_int
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+class NBytes(NamedTuple):
+    """Memory of a LayerKV; shared segments are counted in every LayerKV that shares them."""
+
+    rows: int
+    index: int
+
+
+@dataclass(frozen=True)
+class AttendStats:
+    """What an attend read. rows: int64 [num_heads], key/value rows per query head; share: float32 [num_heads], of all rows."""
+
+    rows: Tensor
+    share: Tensor
+
+
+@lru_cache(maxsize=64)
+def native_lsh(lsh: LSHConfig, head_dim: int) -> _native.Lsh:
+    """The native form of a configuration: one for all layers and sequences that use it."""
+    directions = reference.projection(lsh, head_dim).numpy()
+    return _native.Lsh(lsh.bits_per_table, lsh.num_tables, lsh.min_collisions, directions)
+
+
+def check_tensor(name: str, tensor: object, shape: Sequence[int | str]) -> Tensor:
+    """`tensor`, if it is a dense CPU tensor of a supported dtype and of this shape (a str stands for any size)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, not on {tensor.device}; move it with .cpu()")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, not {tensor.layout}")
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(str(dtype) for dtype in DTYPES)
+        raise TypeError(f"{name} must be one of {known}, not {tensor.dtype}")
+    if tensor.dim() != len(shape) or any(
+        isinstance(size, int) and size != given
+        for size, given in zip(shape, tensor.shape, strict=True)
+    ):
+        wanted = ", ".join(str(size) for size in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], not {list(tensor.shape)}")
+    if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension; call .contiguous()")
+    return tensor.detach()
+
+
+class LayerKV:
+    """Keys and values of one sequence in one layer, as immutable indexed segments in CPU memory.
+
+    num_heads, num_kv_heads: query heads and the key/value heads they share; the first is a multiple of the second.
+    head_dim: a multiple of 8 up to 256.
+    index: how rows are drawn, or None to always read every row.
+    dtype: of the stored rows: torch.bfloat16, float16 or float32.
+
+    Thread-safe: any number of threads may attend, fork and append at once; an attend sees the tokens appended before it began.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        index: LSHConfig | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            check_int(name, value, 1, 2**16)
+        check_int("head_dim", head_dim, 8, 256)
+        if index is not None and not isinstance(index, LSHConfig):
+            raise TypeError(f"index must be an LSHConfig or None, not {index!r}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, not {dtype}")
+        if head_dim % 8:
+            raise ValueError(f"head_dim must be a multiple of 8, not {head_dim}")
+        self._setup(num_heads, num_kv_heads, head_dim, index, dtype)
+        self._native = _native.LayerKV(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            DTYPES[dtype],
+            native_lsh(index, head_dim) if index else None,
+            index.shortest_indexed if index else 0,
+        )
+
+    def _setup(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        index: LSHConfig | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.index = index
+        self.dtype = dtype
+        self.last_stats: AttendStats | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Adds tokens at the end: keys and values [num_kv_heads, tokens, head_dim], copied. All or nothing on error."""
+        shape = (self.num_kv_heads, "tokens", self.head_dim)
+        keys = check_tensor("keys", keys, shape)
+        values = check_tensor("values", values, (self.num_kv_heads, keys.shape[1], self.head_dim))
+        self._native.append(keys, values)
+
+    def attend(
+        self, queries: Tensor, *, exact: bool = False, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of queries [num_heads, head_dim]: float32 output [num_heads, head_dim] and log-sum-exp [num_heads].
+
+        exact: read all rows instead of drawing them. scale: of the scores, 1 / sqrt(head_dim) unless given.
+        Over no tokens the result is (0, -inf).
+        """
+        queries = check_tensor("queries", queries, (self.num_heads, self.head_dim))
+        out, lse = attend([self], queries[None], exact=exact, scale=scale)
+        return out[0], lse[0]
+
+    def sample(self, queries: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What `attend` would read for queries [num_heads, head_dim]: per head the row ids (int32, ascending) and the log
+        of the probability that each was drawn (float32). Rows of segments without an index are all there, with log 1."""
+        queries = check_tensor("queries", queries, (self.num_heads, self.head_dim)).contiguous()
+        heads = _native.sample(self._native, queries[None])
+        return (
+            [torch.from_numpy(rows) for rows, _ in heads],
+            [torch.from_numpy(log_probability) for _, log_probability in heads],
+        )
+
+    def fork(self) -> LayerKV:
+        """A LayerKV with the same tokens. It shares their memory; what is appended to one does not show in the other."""
+        other = LayerKV.__new__(LayerKV)
+        other._setup(self.num_heads, self.num_kv_heads, self.head_dim, self.index, self.dtype)
+        other._native = self._native.fork()
+        return other
+
+    @property
+    def num_tokens(self) -> int:
+        return self._native.num_tokens
+
+    @property
+    def segment_sizes(self) -> list[int]:
+        """Tokens of each segment, oldest first."""
+        return self._native.segment_sizes
+
+    @property
+    def nbytes(self) -> NBytes:
+        return NBytes(*self._native.nbytes)
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerKV({self.num_tokens} tokens, {self.num_heads}/{self.num_kv_heads} heads, "
+            f"head_dim {self.head_dim}, {self.dtype}, index={self.index})"
+        )
+
+
+def attend(
+    kvs: Sequence[LayerKV],
+    queries: Tensor,
+    *,
+    exact: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a batch in one native call: sequence i's queries [num_heads, head_dim] over kvs[i].
+
+    queries: [batch, num_heads, head_dim]. Returns float32 output of that shape and log-sum-exp [batch, num_heads].
+    The sequences may differ in length, not in heads, head_dim, dtype or index. See LayerKV.attend for the rest.
+    """
+    kvs = list(kvs)
+    if not kvs:
+        raise ValueError("kvs must name at least one LayerKV, not be empty")
+    for i, kv in enumerate(kvs):
+        if not isinstance(kv, LayerKV):
+            raise TypeError(f"kvs[{i}] must be a LayerKV, not {type(kv).__name__}")
+        for field in ("num_heads", "num_kv_heads", "head_dim", "dtype", "index"):
+            mine, first = getattr(kv, field), getattr(kvs[0], field)
+            if mine != first:
+                raise ValueError(f"kvs[{i}] has {field} {mine}, kvs[0] {first}: a batch must agree")
+    first = kvs[0]
+    queries = check_tensor("queries", queries, (len(kvs), first.num_heads, first.head_dim))
+    if scale is None:
+        scale = first.head_dim**-0.5
+    elif not 0 < scale <= 1e3:
+        raise ValueError(f"scale must be above 0 and at most 1000, not {scale}")
+    out = torch.empty(queries.shape, dtype=torch.float32)
+    lse = torch.empty(queries.shape[:2], dtype=torch.float32)
+    rows = torch.empty(queries.shape[:2], dtype=torch.int64)
+    tokens = [kv.num_tokens for kv in kvs]
+    _native.attend([kv._native for kv in kvs], queries.contiguous(), scale, exact, out, lse, rows)
+    for i, kv in enumerate(kvs):
+        kv.last_stats = AttendStats(rows[i], rows[i] / max(tokens[i], 1))
+    return out, lse

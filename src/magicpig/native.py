@@ -1,0 +1,34 @@
+"""Which instruction set the native core uses, and how many threads. Process-wide."""
+
+from __future__ import annotations
+
+from magicpig import _native
+from magicpig.config import check_int
+
+
+def isa() -> str:
+    """The instruction set in use: the best this machine supports, unless MAGICPIG_ISA or set_isa chose another."""
+    return _native.isa()
+
+
+def supported_isas() -> list[str]:
+    """Instruction sets this machine supports, from the plainest to the best."""
+    return _native.supported_isas()
+
+
+def set_isa(name: str) -> None:
+    """Chooses an instruction set for calls from now on."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {name!r}")
+    _native.set_isa(name)
+
+
+def num_threads() -> int:
+    """Threads that work on a call, the caller's included."""
+    return _native.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Sets how many threads work on a call. At first: the CPUs this process may use, or MAGICPIG_NUM_THREADS."""
+    check_int("count", count, 1, 1024)
+    _native.set_num_threads(count)

@@ -1,0 +1,106 @@
+"""The algorithm in plain torch: slow, short, and the truth that every fast path is compared with.
+
+One query head over one segment of keys at a time; nothing here is used by the fast path but `projection`, which both share.
+Symbols of the paper stand at the border: K = bits_per_table, L = num_tables.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from magicpig.config import LSHConfig
+
+
+def projection(lsh: LSHConfig, head_dim: int) -> Tensor:
+    """The Gaussian directions [head_dim, L * K], shared by all heads and layers; every value is one that bfloat16 holds.
+
+    numpy's RandomState stream is frozen, so the same seed gives the same directions on every machine and version.
+    """
+    normal = np.random.RandomState(lsh.seed).standard_normal(
+        (head_dim, lsh.num_tables * lsh.bits_per_table)
+    )
+    return torch.from_numpy(normal).bfloat16().float()
+
+
+def project(x: Tensor, lsh: LSHConfig) -> Tensor:
+    """Projections [n, L, K] of vectors [n, head_dim], which are rounded to bfloat16 first. Their signs are the hash."""
+    directions = projection(lsh, x.shape[-1]).double()
+    return (x.bfloat16().double() @ directions).view(len(x), lsh.num_tables, lsh.bits_per_table)
+
+
+def codes(x: Tensor, lsh: LSHConfig) -> Tensor:
+    """Bucket [n, L] of each vector in each table: bit j is set where projection j is not negative."""
+    bits = (project(x, lsh) >= 0).long()
+    return (bits << torch.arange(lsh.bits_per_table)).sum(-1)
+
+
+def centre(keys: Tensor) -> Tensor:
+    """Keys [n, head_dim] less their mean. Keys closer to the mean than 1e-4 of its norm become zero: what is left of them
+    is rounding."""
+    mean = keys.double().mean(0)
+    centred = (keys.double() - mean).float()
+    return torch.where(centred.norm(dim=-1, keepdim=True) > 1e-4 * mean.norm(), centred, 0.0)
+
+
+def cosine(query: Tensor, centred: Tensor) -> Tensor:
+    """Cosine [n] between a query and centred keys; 0 where either is zero."""
+    scale = query.double().norm() * centred.double().norm(dim=-1)
+    product = centred.double() @ query.double()
+    return torch.where(scale > 0, product / scale, 0.0).clamp(-1, 1)
+
+
+def log_inclusion_probability(cos: Tensor, lsh: LSHConfig) -> Tensor:
+    """log u: u = P(at least min_collisions of L tables put query and key into one bucket), for the cosine between them."""
+    agree = 1 - torch.acos(cos.double()) / math.pi  # P(one sign bit agrees)
+    log_b = lsh.bits_per_table * agree.log()  # P(one table agrees)
+    log_miss = torch.log1p(-log_b.exp())
+    terms = []
+    for j in range(lsh.min_collisions, lsh.num_tables + 1):
+        ways = math.lgamma(lsh.num_tables + 1) - math.lgamma(j + 1) - math.lgamma(lsh.num_tables - j + 1)
+        misses = (lsh.num_tables - j) * log_miss if j < lsh.num_tables else 0.0
+        terms.append(ways + j * log_b + misses)
+    return torch.logsumexp(torch.stack(terms), 0).clamp(max=0.0)
+
+
+def collisions(query_codes: Tensor, key_codes: Tensor) -> Tensor:
+    """Tables [n] in which each key [n, L] shares the query's bucket [L]."""
+    return (query_codes == key_codes).sum(-1)
+
+
+def drawn(query: Tensor, keys: Tensor, lsh: LSHConfig) -> Tensor:
+    """Indices of the keys that the query draws."""
+    shared = collisions(codes(query[None], lsh)[0], codes(centre(keys), lsh))
+    return (shared >= lsh.min_collisions).nonzero()[:, 0]
+
+
+def attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted mean of the values and the log of the softmax's denominator; (0, -inf) over nothing."""
+    lse = torch.logsumexp(logits.double(), 0)
+    weights = (logits.double() - lse).exp() if len(logits) else logits.double()
+    return weights @ values.double(), lse
+
+
+def exact_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one query [head_dim] over all keys and values [n, head_dim]."""
+    return attend(keys.double() @ query.double() * scale, values)
+
+
+def sampled_attention(
+    query: Tensor, keys: Tensor, values: Tensor, lsh: LSHConfig, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The estimate: the drawn keys only, each weighted by one over its inclusion probability."""
+    rows = drawn(query, keys, lsh)
+    log_u = log_inclusion_probability(cosine(query, centre(keys)[rows]), lsh)
+    return attend(keys[rows].double() @ query.double() * scale - log_u, values[rows])
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    if lse == -math.inf:
+        return torch.zeros_like(out_a), lse
+    return out_a * (lse_a - lse).exp() + out_b * (lse_b - lse).exp(), lse
