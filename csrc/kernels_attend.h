@@ -12,7 +12,7 @@ struct Block {
   int padded;  // valid rounded up to a multiple of 4; the surplus repeats the last row
 };
 
-// Fills the block with the rows from `first` on and, when they are scattered, asks for their memory.
+// Fills the block with the rows from `first` on.
 template <class T>
 inline void fill(const RowsArgs& args, size_t first, Block<T>& block) {
   const T* base = static_cast<const T*>(args.rows);
@@ -28,13 +28,6 @@ inline void fill(const RowsArgs& args, size_t first, Block<T>& block) {
   for (int i = block.valid; i < kBlock; ++i) {
     block.ids[i] = block.ids[block.valid - 1];
     block.rows[i] = block.rows[block.valid - 1];
-  }
-  if (args.ids == nullptr) return;
-  const size_t row_bytes = stride * sizeof(T);
-  for (int i = 0; i < block.valid; ++i) {
-    const char* row = reinterpret_cast<const char*>(block.rows[i]);
-    for (size_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row + byte);
-    if (args.inclusion.inv_norms) __builtin_prefetch(args.inclusion.inv_norms + block.ids[i]);
   }
 }
 
@@ -73,28 +66,28 @@ inline void to_weights(const RowsArgs& args, const Block<T>& block, float* score
 }
 
 template <class T, int H>
-inline void attend_block(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states) {
+inline void attend_block(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states, Ahead& ahead) {
   alignas(64) float scores[H][kBlock];
   alignas(64) typename Products<T>::Weight weights[H][kBlock];
   const size_t at = static_cast<size_t>(head) * args.dim;
   Queries queries = {args.queries.values + at, args.queries.hi + at, args.queries.lo ? args.queries.lo + at : nullptr};
   for (int h = 0; h < H; ++h)  // lanes of the last, partial group of sixteen that no product fills
     for (int i = block.padded; i < kBlock; ++i) scores[h][i] = 0;
-  Products<T>::template dots<H>(block.rows, block.padded, args.dim, queries, scores);
+  Products<T>::template dots<H>(block.rows, block.padded, args.dim, queries, scores, ahead);
   for (int h = 0; h < H; ++h) to_weights<T>(args, block, scores[h], states[head + h], weights[h]);
-  Products<T>::template accumulate<H>(block.rows, block.padded, args.dim, weights, states + head);
+  Products<T>::template accumulate<H>(block.rows, block.padded, args.dim, weights, states + head, ahead);
 }
 
 template <class T>
-inline void attend_heads(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states) {
+inline void attend_heads(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states, Ahead& ahead) {
   if constexpr (kHeadTile > 1) {
     switch (args.num_heads - head) {
-      case 1: return attend_block<T, 1>(args, block, head, states);
-      case 2: return attend_block<T, 2>(args, block, head, states);
-      case 3: return attend_block<T, 3>(args, block, head, states);
+      case 1: return attend_block<T, 1>(args, block, head, states, ahead);
+      case 2: return attend_block<T, 2>(args, block, head, states, ahead);
+      case 3: return attend_block<T, 3>(args, block, head, states, ahead);
     }
   }
-  attend_block<T, kHeadTile>(args, block, head, states);
+  attend_block<T, kHeadTile>(args, block, head, states, ahead);
 }
 
 template <class T>
@@ -110,8 +103,16 @@ void attend(const RowsArgs& args, PartialState* states) {
   Block<T> blocks[2];
   if (args.count) fill<T>(args, 0, blocks[0]);
   for (size_t first = 0, turn = 0; first < args.count; first += kBlock, turn ^= 1) {
-    if (first + kBlock < args.count) fill<T>(args, first + kBlock, blocks[turn ^ 1]);
-    for (uint32_t head = 0; head < args.num_heads; head += kHeadTile) attend_heads<T>(args, blocks[turn], head, states);
+    Block<T>& next = blocks[turn ^ 1];
+    if (first + kBlock < args.count) {
+      fill<T>(args, first + kBlock, next);
+    } else {
+      next.valid = 0;
+    }
+    const size_t row_bytes = 2 * args.dim * sizeof(T);
+    Ahead ahead = args.ids ? Ahead(next.rows, next.valid, row_bytes) : Ahead(next.rows, next.valid > 0, next.valid * row_bytes);
+    for (uint32_t head = 0; head < args.num_heads; head += kHeadTile) attend_heads<T>(args, blocks[turn], head, states, ahead);
+    ahead.finish();
   }
   for (uint32_t h = 0; h < args.num_heads; ++h) {
     states[h].sum = sum(load(states[h].lanes));
@@ -124,8 +125,9 @@ void log_inclusion_of_rows(const RowsArgs& args, float* log_u) {
   Block<T> block;
   for (size_t first = 0; first < args.count; first += kBlock) {
     fill<T>(args, first, block);
+    Ahead ahead = {block.rows, 0, 0};
     alignas(64) float scores[1][kBlock] = {};
-    Products<T>::template dots<1>(block.rows, block.padded, args.dim, args.queries, scores);
+    Products<T>::template dots<1>(block.rows, block.padded, args.dim, args.queries, scores, ahead);
     for (int i = 0; i < block.valid; i += kChunk) {
       store(scores[0] + i, log_inclusion(args.inclusion, load(scores[0] + i), block.ids + i));
     }

@@ -22,13 +22,15 @@ inline PairAcc dot2(PairAcc acc, __m512i a, __m512i b) {
 template <>
 struct Products<bf16> {
   using Weight = bf16;
+  static constexpr int kLines = 4;  // fetched per inner step: a row's worth per row, over both products
 
   template <int H>
-  static void dots(const bf16* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock]) {
+  static void dots(const bf16* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock],
+                   Ahead& ahead) {
     if (queries.lo) {
-      dots_parts<H, true>(rows, count, dim, queries, scores);
+      dots_parts<H, true>(rows, count, dim, queries, scores, ahead);
     } else {
-      dots_parts<H, false>(rows, count, dim, queries, scores);
+      dots_parts<H, false>(rows, count, dim, queries, scores, ahead);
     }
   }
 
@@ -39,10 +41,11 @@ struct Products<bf16> {
 
   // While rows are added, each 32 outputs lie as the even and odd quads of the interleaved values; finish() puts them right.
   template <int H>
-  static void accumulate(const bf16* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock], PartialState* states) {
+  static void accumulate(const bf16* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock], PartialState* states,
+                         Ahead& ahead) {
     uint32_t c = 0;
-    for (; c + 64 <= dim; c += 64) chunks<H, 2>(rows, count, dim, c, weights, states);
-    for (; c < dim; c += 32) chunks<H, 1>(rows, count, dim, c, weights, states);
+    for (; c + 64 <= dim; c += 64) chunks<H, 2>(rows, count, dim, c, weights, states, ahead);
+    for (; c < dim; c += 32) chunks<H, 1>(rows, count, dim, c, weights, states, ahead);
   }
 
   static void finish(float* out, uint32_t dim) {
@@ -57,7 +60,8 @@ struct Products<bf16> {
 
  private:
   template <int H, bool kLow>
-  static void dots_parts(const bf16* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock]) {
+  static void dots_parts(const bf16* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock],
+                   Ahead& ahead) {
     for (int r = 0; r < count; r += 4) {
       PairAcc acc[4][H];
       for (int i = 0; i < 4; ++i)
@@ -73,6 +77,7 @@ struct Products<bf16> {
             for (int i = 0; i < 4; ++i) acc[i][h] = dot2(acc[i][h], key[i], query);
           }
         }
+        ahead.step<kLines>();
       }
       for (int h = 0; h < H; ++h) sum4(acc[0][h], acc[1][h], acc[2][h], acc[3][h], scores[h] + r);
     }
@@ -80,7 +85,7 @@ struct Products<bf16> {
 
   template <int H, int C>
   static void chunks(const bf16* const* rows, int count, uint32_t dim, uint32_t offset, const Weight (*weights)[kBlock],
-                     PartialState* states) {
+                     PartialState* states, Ahead& ahead) {
     PairAcc acc[H][C][2];
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c)
@@ -97,6 +102,7 @@ struct Products<bf16> {
           acc[h][c][1] = dot2(acc[h][c][1], high, weight);
         }
       }
+      ahead.step<kLines>();
     }
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c)

@@ -48,6 +48,33 @@ inline vec log_inclusion(const Inclusion& inclusion, vec products, const uint16_
 
 constexpr int kBlock = 32;  // rows taken together; a multiple of 16
 
+// Rows whose memory is asked for while others are computed with: a few cache lines at a time, so that the requests neither
+// queue up nor run dry. They go to the second-level cache; the first has too few miss buffers to keep memory busy.
+struct Ahead {
+  template <class T>
+  Ahead(const T* const* rows, int count, size_t row_bytes)
+      : rows_(reinterpret_cast<const char* const*>(rows)), end_(rows_ + count), row_bytes_(row_bytes) {}
+
+  template <int kLines>
+  void step() {
+    if (rows_ == end_) return;
+    const char* line = *rows_ + byte_;
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + 64 * i, 0, 2);  // past a row's end now and then: harmless
+    byte_ += 64 * kLines;
+    if (byte_ >= row_bytes_) {
+      byte_ = 0;
+      ++rows_;
+    }
+  }
+  void finish() {
+    while (rows_ != end_) step<4>();
+  }
+
+ private:
+  const char* const *rows_, *const *end_;
+  size_t row_bytes_, byte_ = 0;
+};
+
 // Products of rows with queries and weights with rows, in float32 whatever the rows' type.
 template <class T>
 struct Products {
@@ -55,7 +82,8 @@ struct Products {
 
   // scores[h][r] = q_h . key_r for r < count, a multiple of 4.
   template <int H>
-  static void dots(const T* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock]) {
+  static void dots(const T* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock],
+                   Ahead& ahead) {
     for (int r = 0; r < count; r += 4) {
       vec acc[4][H];
       for (int i = 0; i < 4; ++i)
@@ -67,6 +95,7 @@ struct Products {
           vec key = load(rows[r + i] + c);
           for (int h = 0; h < H; ++h) acc[i][h] = fma(key, query[h], acc[i][h]);
         }
+        ahead.step<2>();
       }
       for (int h = 0; h < H; ++h) sum4(acc[0][h], acc[1][h], acc[2][h], acc[3][h], scores[h] + r);
     }
@@ -80,10 +109,11 @@ struct Products {
 
   // out_h += sum_r weights[h][r] value_r.
   template <int H>
-  static void accumulate(const T* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock], PartialState* states) {
+  static void accumulate(const T* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock], PartialState* states,
+                         Ahead& ahead) {
     uint32_t c = 0;
-    for (; c + 4 * kChunk <= dim; c += 4 * kChunk) chunks<H, 4>(rows, count, dim, c, weights, states);
-    for (; c < dim; c += kChunk) chunks<H, 1>(rows, count, dim, c, weights, states);
+    for (; c + 4 * kChunk <= dim; c += 4 * kChunk) chunks<H, 4>(rows, count, dim, c, weights, states, ahead);
+    for (; c < dim; c += kChunk) chunks<H, 1>(rows, count, dim, c, weights, states, ahead);
   }
 
   static void finish(float*, uint32_t) {}
@@ -91,7 +121,7 @@ struct Products {
  private:
   template <int H, int C>
   static void chunks(const T* const* rows, int count, uint32_t dim, uint32_t offset, const Weight (*weights)[kBlock],
-                     PartialState* states) {
+                     PartialState* states, Ahead& ahead) {
     vec acc[H][C];
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c) acc[h][c] = load(states[h].out + offset + c * kChunk);
@@ -103,6 +133,7 @@ struct Products {
         vec v = load(value + c * kChunk);
         for (int h = 0; h < H; ++h) acc[h][c] = fma(v, weight[h], acc[h][c]);
       }
+      ahead.step<2>();
     }
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c) store(states[h].out + offset + c * kChunk, acc[h][c]);

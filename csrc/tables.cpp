@@ -13,7 +13,10 @@ namespace {
 
 constexpr size_t kSumChunk = 1024;   // rows summed in float32 before the sum goes on in double
 constexpr size_t kHashChunk = 192;   // rows hashed at once: their centred keys stay in the second-level cache
-constexpr uint32_t kAhead = 8;       // tables whose buckets are being fetched while one is counted
+constexpr uint32_t kAhead = 6;       // tables whose buckets are being fetched while one is counted
+
+// Drawn rows asked for before the attention over them begins: as many as a second-level cache holds without losing the first.
+constexpr size_t kEarlyBytes = size_t{512} << 10;
 
 // A key this near the mean, relative to the mean's norm, has no direction that float32 could tell from rounding.
 constexpr float kAtMean = 1e-4f;
@@ -86,43 +89,53 @@ void Tables::sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t 
 }
 
 size_t Tables::draw(uint32_t kv_head, const uint16_t* codes, const char* rows, Scratch& scratch) const {
+  // A counter is never touched more than num_tables times; count() says why it must not come round to zero twice.
+  return lsh_->num_tables < 256 ? count<uint8_t>(kv_head, codes, rows, scratch.narrow, scratch)
+                                : count<uint16_t>(kv_head, codes, rows, scratch.wide, scratch);
+}
+
+template <class Counter>
+size_t Tables::count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters, Scratch& scratch) const {
   const uint32_t num_tables = lsh_->num_tables, buckets = lsh_->num_buckets();
   const uint32_t* starts = offsets(kv_head);
   const uint16_t* table_ids = ids(kv_head);
-  scratch.counts.assign(num_tokens_, 0);
-  scratch.ids.resize(num_tokens_ + 1);
-  scratch.buckets.resize(2 * (num_tables + kAhead));
-  uint8_t* counts = scratch.counts.data();
+  const float* norms = inv_norms(kv_head);
+  // Counters start min_collisions below zero: the increment that makes one zero draws its row.
+  counters.assign(num_tokens_, static_cast<Counter>(0u - lsh_->min_collisions));
+  scratch.ids.resize(num_tokens_ + 1);  // one more, for the store that is not kept
+  scratch.buckets.resize(num_tables);
+  Counter* counts = counters.data();
   uint16_t* drawn = scratch.ids.data();
-  const uint16_t** ends = scratch.buckets.data();
+  Bucket* visits = scratch.buckets.data();
 
   for (uint32_t t = 0; t < num_tables; ++t) __builtin_prefetch(starts + size_t{t} * (buckets + 1) + codes[t]);
   auto look_up = [&](uint32_t t) {
     const uint32_t* start = starts + size_t{t} * (buckets + 1) + codes[t];
-    const uint16_t* first = table_ids + size_t{t} * num_tokens_ + start[0];
-    const uint16_t* last = table_ids + size_t{t} * num_tokens_ + start[1];
-    ends[2 * t] = first;
-    ends[2 * t + 1] = last;
-    for (const uint16_t* line = first; line < last; line += 32) __builtin_prefetch(line);
+    const uint16_t* table = table_ids + size_t{t} * num_tokens_;
+    visits[t] = {table + start[0], table + start[1]};
+    for (const uint16_t* line = visits[t].begin; line < visits[t].end; line += 32) __builtin_prefetch(line);
   };
   for (uint32_t t = 0; t < std::min(kAhead, num_tables); ++t) look_up(t);
 
-  const uint8_t enough = static_cast<uint8_t>(lsh_->min_collisions);
-  size_t count = 0, asked = 0;
+  const size_t early = kEarlyBytes / row_bytes_;
+  size_t num_drawn = 0, asked = 0;
   for (uint32_t t = 0; t < num_tables; ++t) {
     if (t + kAhead < num_tables) look_up(t + kAhead);
-    for (const uint16_t *id = ends[2 * t], *end = ends[2 * t + 1]; id < end; ++id) {
-      const uint8_t seen = counts[*id];
-      drawn[count] = *id;
-      count += seen + 1 == enough;
-      counts[*id] = seen + (seen < enough);  // stays at `enough`, so that many tables cannot wrap it around
+    const Bucket bucket = visits[t];
+    for (const uint16_t* next = bucket.begin; next < bucket.end; ++next) {
+      const uint16_t id = *next;
+      const Counter seen = static_cast<Counter>(counts[id] + 1);
+      counts[id] = seen;
+      drawn[num_drawn] = id;
+      num_drawn += seen == 0;
     }
-    for (; asked < count; ++asked) {
+    for (; asked < std::min(num_drawn, early); ++asked) {
+      __builtin_prefetch(norms + drawn[asked], 0, 2);
       const char* row = rows + drawn[asked] * row_bytes_;
       for (size_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(row + byte, 0, 2);
     }
   }
-  return count;
+  return num_drawn;
 }
 
 Inclusion Tables::inclusion(uint32_t kv_head, const float* query, float inv_query_norm) const {

@@ -16,11 +16,15 @@ class Tables {
   Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens,
          const char* rows);
 
+  struct Bucket {
+    const uint16_t *begin, *end;
+  };
   // What a drawing thread needs, kept between calls.
   struct Scratch {
-    std::vector<uint8_t> counts;
+    std::vector<uint8_t> narrow;   // collisions per row
+    std::vector<uint16_t> wide;    // the same, for many tables
     std::vector<uint16_t> ids;
-    std::vector<const uint16_t*> buckets;
+    std::vector<Bucket> buckets;
   };
 
   // Rows of `kv_head` that share the query's bucket in at least min_collisions tables, into scratch.ids; returns how many.
@@ -38,6 +42,8 @@ class Tables {
   float* inv_norms(uint32_t kv_head) const { return reinterpret_cast<float*>(memory_.data() + kv_head * head_bytes_ + norms_at_); }
   float* mean(uint32_t kv_head) const { return reinterpret_cast<float*>(memory_.data() + kv_head * head_bytes_ + mean_at_); }
 
+  template <class Counter>
+  size_t count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters, Scratch& scratch) const;
   void compute_mean(const Kernels& kernels, RowType type, const char* rows, float* mean) const;
   void sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const;
 
