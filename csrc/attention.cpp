@@ -21,13 +21,20 @@ constexpr size_t kMinExactRows = 256;
 // Queries as the kernels want them: padded float32, a split into bf16 parts, norms, and codes when there is an index.
 class PreparedQueries {
  public:
-  PreparedQueries(const Kernels& k, const Geometry& geometry, const char* queries, RowType type, size_t count, bool hashed)
-      : dim_(geometry.dim()), num_tables_(hashed ? geometry.lsh->num_tables : 0), values_(count * dim_), hi_(count * dim_), lo_(count * dim_),
+  PreparedQueries(const Kernels& k, const Geometry& geometry, const char* queries, RowType type, size_t count,
+                  bool hashed)
+      : dim_(geometry.dim()),
+        num_tables_(hashed ? geometry.lsh->num_tables : 0),
+        values_(count * dim_),
+        hi_(count * dim_),
+        lo_(count * dim_),
         inv_norms_(count) {
-    const size_t bad = k.pack[type][kF32](queries, geometry.head_dim, count, geometry.head_dim, values_.data(), dim_, dim_);
+    const size_t bad =
+        k.pack[type][kF32](queries, geometry.head_dim, count, geometry.head_dim, values_.data(), dim_, dim_);
     if (bad < count) {
       throw std::invalid_argument("queries at sequence " + std::to_string(bad / geometry.num_heads) + ", head " +
-                                  std::to_string(bad % geometry.num_heads) + " is NaN or infinite, or its norm exceeds 1e18");
+                                  std::to_string(bad % geometry.num_heads) +
+                                  " is NaN or infinite, or its norm exceeds 1e18");
     }
     for (size_t i = 0; i < values_.size(); ++i) split(values_[i], hi_[i], lo_[i]);
     for (size_t i = 0; i < count; ++i) {
@@ -71,11 +78,11 @@ class PreparedQueries {
 // Rows of one segment for one query head (drawn from its index) or for all heads of a group (a range, exactly).
 struct Task {
   const Segment* segment;
-  uint32_t head;         // the first query head, within the sequence
-  uint32_t num_heads;    // 1 when drawn
-  uint32_t first, count; // the range, when exact
+  uint32_t head;          // the first query head, within the sequence
+  uint32_t num_heads;     // 1 when drawn
+  uint32_t first, count;  // the range, when exact
   bool drawn;
-  size_t state;          // its first PartialState
+  size_t state;  // its first PartialState
 };
 
 // All tasks of one KV head of one sequence; whoever finishes the last of them merges their states.
@@ -90,9 +97,12 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 class Call {
  public:
-  Call(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries, RowType type,
-       float scale, bool exact, const AttendResult& result)
-      : k_(kernels()), geometry_(geometry), scale_(scale), result_(result),
+  Call(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
+       RowType type, float scale, bool exact, const AttendResult& result)
+      : k_(kernels()),
+        geometry_(geometry),
+        scale_(scale),
+        result_(result),
         queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads, !exact && any_index(batch)) {
     std::fill_n(result.rows_read, batch.size() * geometry.num_heads, 0);
     plan(batch, exact);
@@ -166,9 +176,11 @@ class Call {
     double drawn = start;
     if (task.drawn) {
       static thread_local Tables::Scratch scratch;
-      args.count = task.segment->index()->draw(group.kv_head, queries_.codes(query), static_cast<const char*>(args.rows), scratch);
+      args.count = task.segment->index()->draw(group.kv_head, queries_.codes(query),
+                                               static_cast<const char*>(args.rows), scratch);
       args.ids = scratch.ids.data();
-      args.inclusion = task.segment->index()->inclusion(group.kv_head, queries_.values(query), queries_.inv_norm(query));
+      args.inclusion =
+          task.segment->index()->inclusion(group.kv_head, queries_.values(query), queries_.inv_norm(query));
       if (result_.timing) drawn = now();
     }
     k_.attend[geometry_.type](args, states_.data() + task.state);
@@ -188,7 +200,8 @@ class Call {
       auto each = [&](auto&& visit) {
         for (size_t i = group.first_task; i < group.end_task; ++i) {
           const Task& task = tasks_[i];
-          if (task.head <= head && head < task.head + task.num_heads) visit(states_[task.state + head - task.head], rows_of_task_[i]);
+          if (task.head <= head && head < task.head + task.num_heads)
+            visit(states_[task.state + head - task.head], rows_of_task_[i]);
         }
       };
       float peak = -INFINITY;
@@ -225,8 +238,8 @@ class Call {
 
 }  // namespace
 
-void attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries, RowType type,
-            float scale, bool exact, const AttendResult& result) {
+void attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
+            RowType type, float scale, bool exact, const AttendResult& result) {
   Call(geometry, batch, queries, type, scale, exact, result).run();
 }
 

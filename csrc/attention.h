@@ -15,18 +15,19 @@ struct Timing {
 };
 
 struct AttendResult {
-  float* out;              // [batch, num_heads, head_dim]
-  float* lse;              // [batch, num_heads], natural logarithm; -inf (and zeros in out) for an empty context
-  int64_t* rows_read;      // [batch, num_heads]
-  Timing* timing;          // may be null
+  float* out;          // [batch, num_heads, head_dim]
+  float* lse;          // [batch, num_heads], natural logarithm; -inf (and zeros in out) for an empty context
+  int64_t* rows_read;  // [batch, num_heads]
+  Timing* timing;      // may be null
 };
 
 // queries: [batch, num_heads, head_dim] dense, of the given type. `exact`: read every row, whatever index there is.
 // std::invalid_argument when queries hold NaN, infinity or too large a norm.
-void attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries, RowType type,
-            float scale, bool exact, const AttendResult& result);
+void attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
+            RowType type, float scale, bool exact, const AttendResult& result);
 
-// The rows that attend would read for each head of one sequence, in ascending order, and their log inclusion probabilities.
+// The rows that attend would read for each head of one sequence, in ascending order, and their log inclusion
+// probabilities.
 struct Sample {
   std::vector<int32_t> rows;
   std::vector<float> log_probability;

@@ -1,4 +1,5 @@
-// The Python border: arguments in, C++ objects out. It checks what memory safety needs; magicpig.kv gives friendlier messages.
+// The Python border: arguments in, C++ objects out. It checks what memory safety needs; magicpig.kv gives friendlier
+// messages.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -23,11 +24,13 @@ using namespace nb::literals;
 namespace magicpig {
 namespace {
 
-using Array = nb::ndarray<nb::ro, nb::device::cpu>;
+using Array = nb::ndarray<nb::pytorch, nb::ro, nb::device::cpu>;
 template <class T, size_t N>
-using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Out = nb::ndarray<nb::pytorch, T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <class T, size_t N>
-using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using In = nb::ndarray<nb::pytorch, const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Vector = nb::ndarray<nb::pytorch, T, nb::ndim<1>>;
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -73,12 +76,13 @@ const char* query_data(const Array& queries, size_t batch, const Geometry& geome
 }
 
 bool same(const Geometry& a, const Geometry& b) {
-  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim && a.type == b.type && a.lsh == b.lsh;
+  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim &&
+         a.type == b.type && (a.lsh == b.lsh || (a.lsh && b.lsh && *a.lsh == *b.lsh));
 }
 
-std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch, const Array& queries, float scale, bool exact,
-                                       const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
-                                       bool timed) {
+std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch, const Array& queries, float scale,
+                                       bool exact, const Out<float, 3>& out, const Out<float, 2>& lse,
+                                       const Out<int64_t, 2>& rows_read, bool timed) {
   if (batch.empty()) refuse("kvs must not be empty");
   const Geometry& geometry = batch[0]->geometry();
   for (const LayerKV* kv : batch)
@@ -94,11 +98,12 @@ std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch,
   nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
   for (const LayerKV* kv : batch) snapshots.push_back(kv->segments());
-  attend(geometry, snapshots, data, type, scale, exact, {out.data(), lse.data(), rows_read.data(), timed ? &timing : nullptr});
+  attend(geometry, snapshots, data, type, scale, exact,
+         {out.data(), lse.data(), rows_read.data(), timed ? &timing : nullptr});
   return {timing.draw, timing.attend};
 }
 
-std::vector<std::pair<nb::object, nb::object>> sample_rows(const LayerKV& kv, const Array& queries) {
+std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries) {
   const char* data = query_data(queries, 1, kv.geometry());
   const RowType type = type_of(queries, "queries");
   std::vector<Sample> samples;
@@ -110,24 +115,28 @@ std::vector<std::pair<nb::object, nb::object>> sample_rows(const LayerKV& kv, co
     using T = typename std::decay_t<decltype(values)>::value_type;
     auto* owned = new std::vector<T>(std::move(values));
     nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
+    return Vector<T>(owned->data(), {owned->size()}, owner);
   };
-  std::vector<std::pair<nb::object, nb::object>> out;
-  for (Sample& head : samples) out.emplace_back(to_array(std::move(head.rows)), to_array(std::move(head.log_probability)));
+  std::vector<std::pair<Vector<int32_t>, Vector<float>>> out;
+  for (Sample& head : samples)
+    out.emplace_back(to_array(std::move(head.rows)), to_array(std::move(head.log_probability)));
   return out;
 }
 
 void codes(const Lsh& lsh, const In<float, 2>& x, const Out<uint16_t, 2>& out) {
   const size_t count = x.shape(0);
-  if (x.shape(1) != lsh.head_dim || out.shape(0) != count || out.shape(1) != lsh.num_tables) refuse("x and out must match the index");
+  if (x.shape(1) != lsh.head_dim || out.shape(0) != count || out.shape(1) != lsh.num_tables)
+    refuse("x and out must match the index");
   std::vector<float> padded(count * lsh.dim);
-  for (size_t i = 0; i < count; ++i) std::copy_n(x.data() + i * lsh.head_dim, lsh.head_dim, padded.data() + i * lsh.dim);
+  for (size_t i = 0; i < count; ++i)
+    std::copy_n(x.data() + i * lsh.head_dim, lsh.head_dim, padded.data() + i * lsh.dim);
   const std::vector<uint16_t> result = lsh.codes(kernels(), padded.data(), count);
   std::copy(result.begin(), result.end(), out.data());
 }
 
 void exp_of(const In<float, 1>& x, const Out<float, 1>& out) {
-  if (x.shape(0) % kChunk != 0 || x.shape(0) != out.shape(0)) refuse("x and out must have the same multiple of 16 elements");
+  if (x.shape(0) % kChunk != 0 || x.shape(0) != out.shape(0))
+    refuse("x and out must have the same multiple of 16 elements");
   kernels().exp(x.data(), x.shape(0), out.data());
 }
 
@@ -141,24 +150,29 @@ RowType type_named(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of magicpig. Use it through the magicpig package, which checks arguments and speaks torch.";
+  m.doc() = "Native core of magicpig. Use it through the magicpig package.";
 
   nb::class_<Lsh>(m, "Lsh")
       .def(
           "__init__",
-          [](Lsh* self, uint32_t bits_per_table, uint32_t num_tables, uint32_t min_collisions, const In<float, 2>& projection) {
-            if (projection.shape(1) != size_t{bits_per_table} * num_tables) refuse("projection must have num_tables * bits_per_table columns");
-            new (self) Lsh(bits_per_table, num_tables, min_collisions, static_cast<uint32_t>(projection.shape(0)), projection.data());
+          [](Lsh* self, uint32_t bits_per_table, uint32_t num_tables, uint32_t min_collisions,
+             const In<float, 2>& projection) {
+            if (projection.shape(1) != size_t{bits_per_table} * num_tables)
+              refuse("projection must have num_tables * bits_per_table columns");
+            new (self) Lsh(bits_per_table, num_tables, min_collisions, static_cast<uint32_t>(projection.shape(0)),
+                           projection.data());
           },
           "bits_per_table"_a, "num_tables"_a, "min_collisions"_a, "projection"_a.noconvert())
-      .def("codes", &codes, "x"_a.noconvert(), "out"_a.noconvert(), "Buckets of vectors x [n, head_dim], into out [n, num_tables].");
+      .def("codes", &codes, "x"_a.noconvert(), "out"_a.noconvert(),
+           "Buckets of vectors x [n, head_dim], into out [n, num_tables].");
 
   nb::class_<LayerKV>(m, "LayerKV")
       .def(
           "__init__",
           [](LayerKV* self, uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, const std::string& dtype,
              std::shared_ptr<Lsh> lsh, uint32_t exact_below) {
-            new (self) LayerKV(Geometry{num_heads, num_kv_heads, head_dim, type_named(dtype), std::move(lsh), exact_below});
+            new (self)
+                LayerKV(Geometry{num_heads, num_kv_heads, head_dim, type_named(dtype), std::move(lsh), exact_below});
           },
           "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "exact_below"_a)
       .def("append", &append, "keys"_a.noconvert(), "values"_a.noconvert())
@@ -182,8 +196,8 @@ NB_MODULE(_native, m) {
           },
           "Bytes of rows and of the index.");
 
-  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "exact"_a, "out"_a.noconvert(), "lse"_a.noconvert(),
-        "rows_read"_a.noconvert(), "timed"_a = false,
+  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "exact"_a, "out"_a.noconvert(),
+        "lse"_a.noconvert(), "rows_read"_a.noconvert(), "timed"_a = false,
         "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention when timed.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");
 
@@ -194,9 +208,11 @@ NB_MODULE(_native, m) {
   m.def("set_num_threads", &set_num_threads, "count"_a);
 
   m.def("exp", &exp_of, "x"_a.noconvert(), "out"_a.noconvert(), "The kernels' exponential, for tests.");
-  m.def("log_inclusion_probability", &log_inclusion_probability, "angle_over_pi"_a, "bits_per_table"_a, "num_tables"_a, "min_collisions"_a);
+  m.def("log_inclusion_probability", &log_inclusion_probability, "angle_over_pi"_a, "bits_per_table"_a, "num_tables"_a,
+        "min_collisions"_a);
   m.def("stream_read_roof", &stream_read_roof, "bytes"_a, "repeats"_a, nb::call_guard<nb::gil_scoped_release>());
-  m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a,
+        nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace magicpig

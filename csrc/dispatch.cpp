@@ -32,7 +32,8 @@ const Kernels* find(const std::string& name, const char* what) {
     if (candidate->name == name) return candidate;
     names += (names.empty() ? "" : ", ") + std::string(candidate->name);
   }
-  throw std::invalid_argument(std::string(what) + " is '" + name + "', which this machine does not support; choose one of: " + names);
+  throw std::invalid_argument(std::string(what) + " is '" + name +
+                              "', which this machine does not support; choose one of: " + names);
 }
 
 std::atomic<const Kernels*> chosen{nullptr};

@@ -1,6 +1,7 @@
-// The kernels of one instruction set. Compiled once per set with MAGICPIG_ISA = its name, MAGICPIG_VEC = its vector header and
-// only that set's compiler flags. Everything but the exported table has internal linkage and no C++ library template is used:
-// a weak symbol from here could otherwise be linked into code that runs on machines without these instructions.
+// The kernels of one instruction set. Compiled once per set with MAGICPIG_ISA = its name, MAGICPIG_VEC = its vector
+// header and only that set's compiler flags. Everything but the exported table has internal linkage and no C++ library
+// template is used: a weak symbol from here could otherwise be linked into code that runs on machines without these
+// instructions.
 #include "kernels.h"
 
 #include <string.h>

@@ -1,7 +1,8 @@
 // The border between portable code and the code that is compiled once per instruction set.
 //
-// Only plain structs and function pointers here: a kernel translation unit must not emit a symbol that another could pick
-// up at link time, so nothing in this header may instantiate a template or an inline function with external linkage.
+// Only plain structs and function pointers here: a kernel translation unit must not emit a symbol that another could
+// pick up at link time, so nothing in this header may instantiate a template or an inline function with external
+// linkage.
 #pragma once
 
 #include <stddef.h>
@@ -39,18 +40,18 @@ struct Queries {
 
 // How a sampled row's logit is corrected: logit = scale q.k - log u(angle(q, k - mean)). Null log_u: rows are exact.
 struct Inclusion {
-  const float* log_u;        // [kLogUIntervals + 2]
-  const float* inv_norms;    // 1 / |k - mean| per row of the segment, 0 for a key at the mean
-  float query_dot_mean;      // q.mean
-  float inv_query_norm;      // 1 / |q|, 0 for a zero query
+  const float* log_u;      // [kLogUIntervals + 2]
+  const float* inv_norms;  // 1 / |k - mean| per row of the segment, 0 for a key at the mean
+  float query_dot_mean;    // q.mean
+  float inv_query_norm;    // 1 / |q|, 0 for a zero query
 };
 
 struct RowsArgs {
-  const void* rows;          // [*, 2 * dim] of the row type
-  const uint16_t* ids;       // rows to read, or null for rows 0 .. count-1
+  const void* rows;     // [*, 2 * dim] of the row type
+  const uint16_t* ids;  // rows to read, or null for rows 0 .. count-1
   size_t count;
   uint32_t dim;
-  uint32_t num_heads;        // query heads served together; 1 when rows are sampled
+  uint32_t num_heads;  // query heads served together; 1 when rows are sampled
   Queries queries;
   float scale;
   Inclusion inclusion;
@@ -60,8 +61,8 @@ struct RowsArgs {
 struct PartialState {
   float max;
   float sum;
-  float* out;                // [dim rounded up to a multiple of 32]
-  float lanes[16];           // the kernel's own: the sum in parts
+  float* out;       // [dim rounded up to a multiple of 32]
+  float lanes[16];  // the kernel's own: the sum in parts
 };
 
 struct Kernels {
@@ -70,10 +71,11 @@ struct Kernels {
   void (*attend[kNumRowTypes])(const RowsArgs& args, PartialState* states);
   // log inclusion probability of each row in args.ids for the one query.
   void (*log_inclusion[kNumRowTypes])(const RowsArgs& args, float* log_u);
-  // Converts `count` vectors of `head_dim` elements and pads them to `dim`; returns the first whose squared norm, as stored,
-  // is not in [0, kMaxSquaredNorm] (NaN and infinity are not), or count. Indexed by source type, then stored type.
-  size_t (*pack[kNumRowTypes][kNumRowTypes])(const void* source, size_t source_stride, size_t count, uint32_t head_dim, void* out,
-                                             size_t out_stride, uint32_t dim);
+  // Converts `count` vectors of `head_dim` elements and pads them to `dim`; returns the first whose squared norm, as
+  // stored, is not in [0, kMaxSquaredNorm] (NaN and infinity are not), or count. Indexed by source type, then stored
+  // type.
+  size_t (*pack[kNumRowTypes][kNumRowTypes])(const void* source, size_t source_stride, size_t count, uint32_t head_dim,
+                                             void* out, size_t out_stride, uint32_t dim);
   // sums[dim] += the keys of the rows.
   void (*add_keys[kNumRowTypes])(const void* rows, size_t count, uint32_t dim, float* sums);
   // centred = key - mean, and 1 / its norm. A key within `tolerance` (absolute) of the mean counts as the mean: zeros.
@@ -88,12 +90,22 @@ struct Kernels {
 
 // One object file per instruction set exports exactly one of these.
 #if defined(MAGICPIG_X86)
-namespace avx2 { extern const Kernels kernels; }
-namespace avx512 { extern const Kernels kernels; }
-namespace avx512_bf16 { extern const Kernels kernels; }
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512_bf16 {
+extern const Kernels kernels;
+}
 #elif defined(MAGICPIG_ARM64)
-namespace neon { extern const Kernels kernels; }
+namespace neon {
+extern const Kernels kernels;
+}
 #endif
-namespace scalar { extern const Kernels kernels; }
+namespace scalar {
+extern const Kernels kernels;
+}
 
 }  // namespace magicpig

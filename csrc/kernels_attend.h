@@ -66,7 +66,8 @@ inline void to_weights(const RowsArgs& args, const Block<T>& block, float* score
 }
 
 template <class T, int H>
-inline void attend_block(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states, Ahead& ahead) {
+inline void attend_block(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states,
+                         Ahead& ahead) {
   alignas(64) float scores[H][kBlock];
   alignas(64) typename Products<T>::Weight weights[H][kBlock];
   const size_t at = static_cast<size_t>(head) * args.dim;
@@ -79,12 +80,16 @@ inline void attend_block(const RowsArgs& args, const Block<T>& block, uint32_t h
 }
 
 template <class T>
-inline void attend_heads(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states, Ahead& ahead) {
+inline void attend_heads(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states,
+                         Ahead& ahead) {
   if constexpr (kHeadTile > 1) {
     switch (args.num_heads - head) {
-      case 1: return attend_block<T, 1>(args, block, head, states, ahead);
-      case 2: return attend_block<T, 2>(args, block, head, states, ahead);
-      case 3: return attend_block<T, 3>(args, block, head, states, ahead);
+      case 1:
+        return attend_block<T, 1>(args, block, head, states, ahead);
+      case 2:
+        return attend_block<T, 2>(args, block, head, states, ahead);
+      case 3:
+        return attend_block<T, 3>(args, block, head, states, ahead);
     }
   }
   attend_block<T, kHeadTile>(args, block, head, states, ahead);
@@ -110,8 +115,10 @@ void attend(const RowsArgs& args, PartialState* states) {
       next.valid = 0;
     }
     const size_t row_bytes = 2 * args.dim * sizeof(T);
-    Ahead ahead = args.ids ? Ahead(next.rows, next.valid, row_bytes) : Ahead(next.rows, next.valid > 0, next.valid * row_bytes);
-    for (uint32_t head = 0; head < args.num_heads; head += kHeadTile) attend_heads<T>(args, blocks[turn], head, states, ahead);
+    Ahead ahead =
+        args.ids ? Ahead(next.rows, next.valid, row_bytes) : Ahead(next.rows, next.valid > 0, next.valid * row_bytes);
+    for (uint32_t head = 0; head < args.num_heads; head += kHeadTile)
+      attend_heads<T>(args, blocks[turn], head, states, ahead);
     ahead.finish();
   }
   for (uint32_t h = 0; h < args.num_heads; ++h) {

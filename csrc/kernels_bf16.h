@@ -1,5 +1,6 @@
 // Products of bf16 rows with the AVX512-BF16 dot instruction: two bf16 products summed in float32 per lane.
-// The weights of a block are rounded to bf16, and their sum is taken after the rounding, so the output stays a weighted mean.
+// The weights of a block are rounded to bf16, and their sum is taken after the rounding, so the output stays a weighted
+// mean.
 #pragma once
 
 namespace magicpig {
@@ -8,7 +9,8 @@ namespace {
 using PairAcc = __m512;
 
 inline __m512i load32(const bf16* p, uint32_t valid) {  // 32 elements, or 16 and zeros
-  return valid >= 32 ? _mm512_loadu_si512(p) : _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return valid >= 32 ? _mm512_loadu_si512(p)
+                     : _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline __m512i load_pair(const bf16* p) {  // the same two elements in every lane
   int pair;
@@ -39,10 +41,11 @@ struct Products<bf16> {
     return load(weights);
   }
 
-  // While rows are added, each 32 outputs lie as the even and odd quads of the interleaved values; finish() puts them right.
+  // While rows are added, each 32 outputs lie as the even and odd quads of the interleaved values; finish() puts them
+  // right.
   template <int H>
-  static void accumulate(const bf16* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock], PartialState* states,
-                         Ahead& ahead) {
+  static void accumulate(const bf16* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock],
+                         PartialState* states, Ahead& ahead) {
     uint32_t c = 0;
     for (; c + 64 <= dim; c += 64) chunks<H, 2>(rows, count, dim, c, weights, states, ahead);
     for (; c < dim; c += 32) chunks<H, 1>(rows, count, dim, c, weights, states, ahead);
@@ -60,8 +63,8 @@ struct Products<bf16> {
 
  private:
   template <int H, bool kLow>
-  static void dots_parts(const bf16* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock],
-                   Ahead& ahead) {
+  static void dots_parts(const bf16* const* rows, int count, uint32_t dim, const Queries& queries,
+                         float (*scores)[kBlock], Ahead& ahead) {
     for (int r = 0; r < count; r += 4) {
       PairAcc acc[4][H];
       for (int i = 0; i < 4; ++i)

@@ -5,8 +5,8 @@ namespace magicpig {
 namespace {
 
 template <class S, class T>
-size_t pack(const void* source, size_t source_stride, size_t count, uint32_t head_dim, void* out_rows, size_t out_stride,
-            uint32_t dim) {
+size_t pack(const void* source, size_t source_stride, size_t count, uint32_t head_dim, void* out_rows,
+            size_t out_stride, uint32_t dim) {
   size_t first_bad = count;
   for (size_t r = 0; r < count; ++r) {
     const S* in = static_cast<const S*>(source) + r * source_stride;
@@ -37,7 +37,8 @@ void add_keys(const void* rows, size_t count, uint32_t dim, float* sums) {
 }
 
 template <class T>
-void centre(const void* rows, size_t count, uint32_t dim, const float* mean, float tolerance, float* centred, float* inv_norms) {
+void centre(const void* rows, size_t count, uint32_t dim, const float* mean, float tolerance, float* centred,
+            float* inv_norms) {
   for (size_t r = 0; r < count; ++r) {
     const T* key = static_cast<const T*>(rows) + r * 2 * dim;
     float* out = centred + r * dim;
@@ -88,7 +89,8 @@ inline void project(const float* x, uint32_t dim, const bf16* panels, vec (&acc)
 #endif
 
 template <int R, int G>
-inline void hash_tile(const HashInput* x, int valid_rows, uint32_t dim, const bf16* panels, uint16_t* bits, size_t bits_stride) {
+inline void hash_tile(const HashInput* x, int valid_rows, uint32_t dim, const bf16* panels, uint16_t* bits,
+                      size_t bits_stride) {
   vec acc[R][G];
   for (int r = 0; r < R; ++r)
     for (int g = 0; g < G; ++g) acc[r][g] = zero();
@@ -98,9 +100,10 @@ inline void hash_tile(const HashInput* x, int valid_rows, uint32_t dim, const bf
       if (r < valid_rows) bits[g * bits_stride + r] = sign_bits(acc[r][g]);
 }
 
-void hash(const float* x, size_t count, uint32_t dim, const bf16* panels, uint32_t num_groups, uint16_t* bits, size_t bits_stride,
-          float* scratch) {
-  // Inputs are rounded to bf16, on every machine alike; rows beyond the last fill up a register tile and are not written.
+void hash(const float* x, size_t count, uint32_t dim, const bf16* panels, uint32_t num_groups, uint16_t* bits,
+          size_t bits_stride, float* scratch) {
+  // Inputs are rounded to bf16, on every machine alike; rows beyond the last fill up a register tile and are not
+  // written.
   HashInput* inputs = reinterpret_cast<HashInput*>(scratch);
   const size_t padded = (count + kHashRows - 1) / kHashRows * kHashRows;
   for (size_t r = 0; r < padded; ++r) {

@@ -48,8 +48,9 @@ inline vec log_inclusion(const Inclusion& inclusion, vec products, const uint16_
 
 constexpr int kBlock = 32;  // rows taken together; a multiple of 16
 
-// Rows whose memory is asked for while others are computed with: a few cache lines at a time, so that the requests neither
-// queue up nor run dry. They go to the second-level cache; the first has too few miss buffers to keep memory busy.
+// Rows whose memory is asked for while others are computed with: a few cache lines at a time, so that the requests
+// neither queue up nor run dry. They go to the second-level cache; the first has too few miss buffers to keep memory
+// busy.
 struct Ahead {
   template <class T>
   Ahead(const T* const* rows, int count, size_t row_bytes)
@@ -59,7 +60,8 @@ struct Ahead {
   void step() {
     if (rows_ == end_) return;
     const char* line = *rows_ + byte_;
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + 64 * i, 0, 2);  // past a row's end now and then: harmless
+    for (int i = 0; i < kLines; ++i)
+      __builtin_prefetch(line + 64 * i, 0, 2);  // past a row's end now and then: harmless
     byte_ += 64 * kLines;
     if (byte_ >= row_bytes_) {
       byte_ = 0;
@@ -71,7 +73,7 @@ struct Ahead {
   }
 
  private:
-  const char* const *rows_, *const *end_;
+  const char *const *rows_, *const *end_;
   size_t row_bytes_, byte_ = 0;
 };
 
@@ -109,8 +111,8 @@ struct Products {
 
   // out_h += sum_r weights[h][r] value_r.
   template <int H>
-  static void accumulate(const T* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock], PartialState* states,
-                         Ahead& ahead) {
+  static void accumulate(const T* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock],
+                         PartialState* states, Ahead& ahead) {
     uint32_t c = 0;
     for (; c + 4 * kChunk <= dim; c += 4 * kChunk) chunks<H, 4>(rows, count, dim, c, weights, states, ahead);
     for (; c < dim; c += kChunk) chunks<H, 1>(rows, count, dim, c, weights, states, ahead);

@@ -8,8 +8,9 @@ namespace magicpig {
 
 namespace {
 
-// When this many segments of about one size stand at the end of the list they become one. A token is then copied, and if
-// its segment has an index hashed, once per power of kFanout: log(65,536) / log(4) = 8 times at most, however long the list.
+// When this many segments of about one size stand at the end of the list they become one. A token is then copied, and
+// if its segment has an index hashed, once per power of kFanout: log(65,536) / log(4) = 8 times at most, however long
+// the list.
 constexpr uint32_t kFanout = 4;
 
 uint32_t size_class(size_t tokens) {
@@ -31,7 +32,8 @@ size_t merge_small(size_t num_old, std::vector<size_t>& sizes) {
     // The segments at the end that are no larger than the last one, by class. A full segment stays as it is.
     const uint32_t level = size_class(sizes.back());
     size_t begin = sizes.size(), total = 0;
-    while (begin > 0 && size_class(sizes[begin - 1]) <= level && sizes[begin - 1] < Segment::kMaxTokens) total += sizes[--begin];
+    while (begin > 0 && size_class(sizes[begin - 1]) <= level && sizes[begin - 1] < Segment::kMaxTokens)
+      total += sizes[--begin];
     if (sizes.size() - begin < kFanout) return kept;
     sizes.resize(begin);
     add_pieces(total, sizes);
@@ -48,8 +50,9 @@ void require(bool fine, const std::string& message) {
 LayerKV::LayerKV(Geometry geometry) : geometry_(std::move(geometry)), list_(std::make_shared<SegmentList>()) {
   const Geometry& g = geometry_;
   require(g.num_kv_heads >= 1, "num_kv_heads must be at least 1, not " + std::to_string(g.num_kv_heads));
-  require(g.num_heads >= 1 && g.num_heads % g.num_kv_heads == 0,
-          "num_heads must be a multiple of num_kv_heads (" + std::to_string(g.num_kv_heads) + "), not " + std::to_string(g.num_heads));
+  require(g.num_heads >= 1 && g.num_heads % g.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads (" +
+                                                                     std::to_string(g.num_kv_heads) + "), not " +
+                                                                     std::to_string(g.num_heads));
   require(g.head_dim >= 8 && g.head_dim <= kMaxDim && g.head_dim % 8 == 0,
           "head_dim must be a multiple of 8 from 8 to 256, not " + std::to_string(g.head_dim));
   require(!g.lsh || g.lsh->head_dim == g.head_dim, "index was made for another head_dim");

@@ -14,8 +14,8 @@ namespace {
 
 uint32_t in_range(uint32_t value, uint32_t low, uint32_t high, const char* name) {
   if (value < low || value > high) {
-    throw std::invalid_argument(std::string(name) + " must be from " + std::to_string(low) + " to " + std::to_string(high) + ", not " +
-                                std::to_string(value));
+    throw std::invalid_argument(std::string(name) + " must be from " + std::to_string(low) + " to " +
+                                std::to_string(high) + ", not " + std::to_string(value));
   }
   return value;
 }
@@ -47,7 +47,8 @@ double log_inclusion_probability(double t, uint32_t bits_per_table, uint32_t num
   return peak + std::log(above);
 }
 
-Lsh::Lsh(uint32_t bits_per_table_, uint32_t num_tables_, uint32_t min_collisions_, uint32_t head_dim_, const float* projection)
+Lsh::Lsh(uint32_t bits_per_table_, uint32_t num_tables_, uint32_t min_collisions_, uint32_t head_dim_,
+         const float* projection)
     : bits_per_table(in_range(bits_per_table_, 1, 16, "bits_per_table")),
       num_tables(in_range(num_tables_, 1, 4096, "num_tables")),
       min_collisions(in_range(min_collisions_, 1, std::min<uint32_t>(num_tables_, 255), "min_collisions")),
@@ -59,17 +60,25 @@ Lsh::Lsh(uint32_t bits_per_table_, uint32_t num_tables_, uint32_t min_collisions
   for (uint32_t column = 0; column < columns; ++column) {
     bf16* panel = panels.data() + static_cast<size_t>(column / kChunk) * dim * kChunk;
     for (uint32_t d = 0; d < head_dim; ++d) {
-      panel[(d / 2 * kChunk + column % kChunk) * 2 + d % 2] = exact_bf16(projection[static_cast<size_t>(d) * columns + column]);
+      panel[(d / 2 * kChunk + column % kChunk) * 2 + d % 2] =
+          exact_bf16(projection[static_cast<size_t>(d) * columns + column]);
     }
   }
   log_u.resize(kLogUIntervals + 2);
   for (uint32_t i = 0; i < kLogUIntervals; ++i) {
-    log_u[i] = static_cast<float>(log_inclusion_probability(i / double{kLogUIntervals}, bits_per_table, num_tables, min_collisions));
+    log_u[i] = static_cast<float>(
+        log_inclusion_probability(i / double{kLogUIntervals}, bits_per_table, num_tables, min_collisions));
   }
   // At the far end u = 0 and such a key is never drawn; half an interval before it keeps the table finite.
-  log_u[kLogUIntervals] =
-      static_cast<float>(log_inclusion_probability(1 - 0.5 / kLogUIntervals, bits_per_table, num_tables, min_collisions));
+  log_u[kLogUIntervals] = static_cast<float>(
+      log_inclusion_probability(1 - 0.5 / kLogUIntervals, bits_per_table, num_tables, min_collisions));
   log_u[kLogUIntervals + 1] = log_u[kLogUIntervals];
+}
+
+bool Lsh::operator==(const Lsh& other) const {
+  return bits_per_table == other.bits_per_table && num_tables == other.num_tables &&
+         min_collisions == other.min_collisions && head_dim == other.head_dim &&
+         std::memcmp(panels.data(), other.panels.data(), panels.size() * sizeof(bf16)) == 0;
 }
 
 std::vector<uint16_t> Lsh::codes(const Kernels& kernels, const float* x, size_t count) const {

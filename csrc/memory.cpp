@@ -21,8 +21,8 @@ constexpr bool kMapLarge = false;  // from the heap, where the sanitizer sees bo
 constexpr bool kMapLarge = true;
 #endif
 
-// Linux hands out more memory than it has and kills the process when it is touched; so large requests are compared with what
-// the kernel says is left. Where that is not known (other systems), only the allocation itself can fail.
+// Linux hands out more memory than it has and kills the process when it is touched; so large requests are compared with
+// what the kernel says is left. Where that is not known (other systems), only the allocation itself can fail.
 bool available(size_t bytes) {
   std::FILE* file = std::fopen("/proc/meminfo", "r");
   if (file == nullptr) return true;
@@ -69,7 +69,9 @@ Buffer::~Buffer() {
 }
 
 Buffer::Buffer(Buffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), mapped_(std::exchange(other.mapped_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      mapped_(std::exchange(other.mapped_, 0)) {}
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);

@@ -17,8 +17,8 @@ namespace {
 
 constexpr size_t kStep = size_t{1} << 20;
 
-// Brings every 64-byte line in by touching one word of it, so that memory and not the core is the limit. Lines `ahead` bytes on
-// are asked for: hardware prefetchers alone do not always keep memory busy.
+// Brings every 64-byte line in by touching one word of it, so that memory and not the core is the limit. Lines `ahead`
+// bytes on are asked for: hardware prefetchers alone do not always keep memory busy.
 uint64_t touch_lines(const char* data, size_t bytes, size_t ahead) {
   uint64_t total = 0;
   for (size_t i = 0; i + 64 <= bytes; i += 64) {
@@ -57,8 +57,9 @@ double stream_read_roof(size_t bytes, int repeats) {
   std::atomic<uint64_t> sink{0};
   return best_rate(bytes, repeats, [&](int repeat) {
     const size_t ahead = repeat % 2 ? 0 : 16384;
-    parallel_for((bytes + kStep - 1) / kStep,
-                 [&](size_t i) { sink ^= touch_lines(buffer.data() + i * kStep, std::min(kStep, bytes - i * kStep), ahead); });
+    parallel_for((bytes + kStep - 1) / kStep, [&](size_t i) {
+      sink ^= touch_lines(buffer.data() + i * kStep, std::min(kStep, bytes - i * kStep), ahead);
+    });
   });
 }
 
@@ -72,17 +73,17 @@ double gather_read_roof(size_t bytes, size_t row_bytes, int repeats) {
   for (int i = 0; i < repeats; ++i) {
     for (uint32_t& row : rows) row = static_cast<uint32_t>(random() % (bytes / row_bytes));
     best = std::max(best, best_rate(kTasks * kRowsPerTask * row_bytes, 1, [&](int) {
-      parallel_for(kTasks, [&](size_t task) {
-        uint64_t total = 0;
-        for (size_t r = task * kRowsPerTask; r < (task + 1) * kRowsPerTask; ++r) {
-          const char* ahead = buffer.data() + rows[r + kAhead] * row_bytes;
-          // To the second level: the first has too few miss buffers to keep memory busy.
-          for (size_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
-          total ^= touch_lines(buffer.data() + rows[r] * row_bytes, row_bytes, 0);
-        }
-        sink ^= total;
-      });
-    }));
+                      parallel_for(kTasks, [&](size_t task) {
+                        uint64_t total = 0;
+                        for (size_t r = task * kRowsPerTask; r < (task + 1) * kRowsPerTask; ++r) {
+                          const char* ahead = buffer.data() + rows[r + kAhead] * row_bytes;
+                          // To the second level: the first has too few miss buffers to keep memory busy.
+                          for (size_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+                          total ^= touch_lines(buffer.data() + rows[r] * row_bytes, row_bytes, 0);
+                        }
+                        sink ^= total;
+                      });
+                    }));
   }
   return best;
 }

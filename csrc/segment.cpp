@@ -25,7 +25,9 @@ size_t num_tokens(const SegmentList& segments) {
 }
 
 Segment::Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count)
-    : num_tokens_(count), num_kv_heads_(geometry.num_kv_heads), row_bytes_(geometry.row_bytes()),
+    : num_tokens_(count),
+      num_kv_heads_(geometry.num_kv_heads),
+      row_bytes_(geometry.row_bytes()),
       rows_(num_kv_heads_ * count * row_bytes_) {
   const size_t old = magicpig::num_tokens(source.segments);
   const uint32_t copied = first < old ? static_cast<uint32_t>(std::min<size_t>(count, old - first)) : 0;
@@ -44,7 +46,8 @@ void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
     char* out = rows_.data() + head * num_tokens_ * row_bytes_;
     size_t skip = first, left = count;
     for (const auto& part : segments) {
-      const size_t from = std::min<size_t>(skip, part->num_tokens()), n = std::min<size_t>(left, part->num_tokens() - from);
+      const size_t from = std::min<size_t>(skip, part->num_tokens()),
+                   n = std::min<size_t>(left, part->num_tokens() - from);
       std::memcpy(out, part->rows(static_cast<uint32_t>(head)) + from * row_bytes_, n * row_bytes_);
       out += n * row_bytes_;
       skip -= from;
@@ -59,12 +62,15 @@ void Segment::pack(const Geometry& geometry, const TensorView& tensor, size_t ha
   const size_t count = num_tokens_ - at, parts = (count + kPackChunk - 1) / kPackChunk;
   parallel_for(num_kv_heads_ * parts, [&](size_t task) {
     const size_t head = task / parts, begin = task % parts * kPackChunk, n = std::min(kPackChunk, count - begin);
-    const char* in = tensor.data + (head * tensor.head_stride + (first + begin) * tensor.token_stride) * kElementBytes[tensor.type];
+    const char* in =
+        tensor.data + (head * tensor.head_stride + (first + begin) * tensor.token_stride) * kElementBytes[tensor.type];
     char* out = rows_.data() + (head * num_tokens_ + at + begin) * row_bytes_ + half;
-    const size_t bad = pack_rows(in, tensor.token_stride, n, geometry.head_dim, out, size_t{2} * geometry.dim(), geometry.dim());
+    const size_t bad =
+        pack_rows(in, tensor.token_stride, n, geometry.head_dim, out, size_t{2} * geometry.dim(), geometry.dim());
     if (bad < n) {
       throw std::invalid_argument(std::string(tensor.name) + " at kv head " + std::to_string(head) + ", token " +
-                                  std::to_string(first + begin + bad) + " is NaN or infinite, or its norm exceeds 1e18 or the range of " +
+                                  std::to_string(first + begin + bad) +
+                                  " is NaN or infinite, or its norm exceeds 1e18 or the range of " +
                                   kTypeNames[geometry.type]);
     }
   });

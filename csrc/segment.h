@@ -44,8 +44,8 @@ class Segment {
  public:
   static constexpr uint32_t kMaxTokens = 65536;  // row ids are 16 bits wide
 
-  // Copies tokens first .. first + count - 1 of the source and indexes them. std::invalid_argument for NaN, infinity or a norm
-  // beyond what attention can take.
+  // Copies tokens first .. first + count - 1 of the source and indexes them. std::invalid_argument for NaN, infinity or
+  // a norm beyond what attention can take.
   Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count);
 
   uint32_t num_tokens() const { return num_tokens_; }

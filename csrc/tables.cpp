@@ -11,11 +11,12 @@ namespace magicpig {
 
 namespace {
 
-constexpr size_t kSumChunk = 1024;   // rows summed in float32 before the sum goes on in double
-constexpr size_t kHashChunk = 192;   // rows hashed at once: their centred keys stay in the second-level cache
-constexpr uint32_t kAhead = 6;       // tables whose buckets are being fetched while one is counted
+constexpr size_t kSumChunk = 1024;  // rows summed in float32 before the sum goes on in double
+constexpr size_t kHashChunk = 192;  // rows hashed at once: their centred keys stay in the second-level cache
+constexpr uint32_t kAhead = 12;     // tables whose buckets are being fetched while one is counted
 
-// Drawn rows asked for before the attention over them begins: as many as a second-level cache holds without losing the first.
+// Drawn rows asked for before the attention over them begins: as many as a second-level cache holds without losing the
+// first.
 constexpr size_t kEarlyBytes = size_t{512} << 10;
 
 // A key this near the mean, relative to the mean's norm, has no direction that float32 could tell from rounding.
@@ -25,8 +26,8 @@ size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
-Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens,
-               const char* rows)
+Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
+               uint32_t num_tokens, const char* rows)
     : lsh_(std::move(lsh)), num_tokens_(num_tokens), row_bytes_(size_t{2} * lsh_->dim * (type == kF32 ? 4 : 2)) {
   offsets_at_ = aligned(size_t{lsh_->num_tables} * num_tokens * sizeof(uint16_t));
   norms_at_ = offsets_at_ + aligned(size_t{lsh_->num_tables} * (lsh_->num_buckets() + 1) * sizeof(uint32_t));
@@ -47,8 +48,10 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
       static thread_local std::vector<float> scratch;
       scratch.resize((2 * kHashChunk + 8) * dim);
       float* centred = scratch.data() + (kHashChunk + 8) * dim;
-      kernels.centre[type](keys + first * row_bytes_, count, dim, mean(head), tolerance, centred, inv_norms(head) + first);
-      kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens, scratch.data());
+      kernels.centre[type](keys + first * row_bytes_, count, dim, mean(head), tolerance, centred,
+                           inv_norms(head) + first);
+      kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens,
+                   scratch.data());
     });
     parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(bits, head, static_cast<uint32_t>(table)); });
   }
@@ -60,7 +63,8 @@ void Tables::compute_mean(const Kernels& kernels, RowType type, const char* rows
   std::vector<float> sums(parts * dim);
   parallel_for(parts, [&](size_t part) {
     const size_t first = part * kSumChunk;
-    kernels.add_keys[type](rows + first * row_bytes_, std::min(kSumChunk, num_tokens_ - first), dim, sums.data() + part * dim);
+    kernels.add_keys[type](rows + first * row_bytes_, std::min(kSumChunk, num_tokens_ - first), dim,
+                           sums.data() + part * dim);
   });
   for (uint32_t d = 0; d < dim; ++d) {
     double total = 0;
@@ -95,7 +99,8 @@ size_t Tables::draw(uint32_t kv_head, const uint16_t* codes, const char* rows, S
 }
 
 template <class Counter>
-size_t Tables::count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters, Scratch& scratch) const {
+size_t Tables::count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters,
+                     Scratch& scratch) const {
   const uint32_t num_tables = lsh_->num_tables, buckets = lsh_->num_buckets();
   const uint32_t* starts = offsets(kv_head);
   const uint16_t* table_ids = ids(kv_head);
@@ -108,12 +113,12 @@ size_t Tables::count(uint32_t kv_head, const uint16_t* codes, const char* rows, 
   uint16_t* drawn = scratch.ids.data();
   Bucket* visits = scratch.buckets.data();
 
-  for (uint32_t t = 0; t < num_tables; ++t) __builtin_prefetch(starts + size_t{t} * (buckets + 1) + codes[t]);
+  for (uint32_t t = 0; t < num_tables; ++t) __builtin_prefetch(starts + size_t{t} * (buckets + 1) + codes[t], 0, 2);
   auto look_up = [&](uint32_t t) {
     const uint32_t* start = starts + size_t{t} * (buckets + 1) + codes[t];
     const uint16_t* table = table_ids + size_t{t} * num_tokens_;
     visits[t] = {table + start[0], table + start[1]};
-    for (const uint16_t* line = visits[t].begin; line < visits[t].end; line += 32) __builtin_prefetch(line);
+    for (const uint16_t* line = visits[t].begin; line < visits[t].end; line += 32) __builtin_prefetch(line, 0, 2);
   };
   for (uint32_t t = 0; t < std::min(kAhead, num_tables); ++t) look_up(t);
 

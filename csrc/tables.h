@@ -13,22 +13,22 @@ namespace magicpig {
 class Tables {
  public:
   // rows: [num_kv_heads, num_tokens, 2 * dim].
-  Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens,
-         const char* rows);
+  Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
+         uint32_t num_tokens, const char* rows);
 
   struct Bucket {
     const uint16_t *begin, *end;
   };
   // What a drawing thread needs, kept between calls.
   struct Scratch {
-    std::vector<uint8_t> narrow;   // collisions per row
-    std::vector<uint16_t> wide;    // the same, for many tables
+    std::vector<uint8_t> narrow;  // collisions per row
+    std::vector<uint16_t> wide;   // the same, for many tables
     std::vector<uint16_t> ids;
     std::vector<Bucket> buckets;
   };
 
-  // Rows of `kv_head` that share the query's bucket in at least min_collisions tables, into scratch.ids; returns how many.
-  // `rows` is the head's first row: drawn rows are asked for from memory at once.
+  // Rows of `kv_head` that share the query's bucket in at least min_collisions tables, into scratch.ids; returns how
+  // many. `rows` is the head's first row: drawn rows are asked for from memory at once.
   size_t draw(uint32_t kv_head, const uint16_t* codes, const char* rows, Scratch& scratch) const;
 
   // The kernels' view of the rows' inclusion probabilities for a query (dim floats, its norm).
@@ -38,19 +38,27 @@ class Tables {
 
  private:
   uint16_t* ids(uint32_t kv_head) const { return reinterpret_cast<uint16_t*>(memory_.data() + kv_head * head_bytes_); }
-  uint32_t* offsets(uint32_t kv_head) const { return reinterpret_cast<uint32_t*>(memory_.data() + kv_head * head_bytes_ + offsets_at_); }
-  float* inv_norms(uint32_t kv_head) const { return reinterpret_cast<float*>(memory_.data() + kv_head * head_bytes_ + norms_at_); }
-  float* mean(uint32_t kv_head) const { return reinterpret_cast<float*>(memory_.data() + kv_head * head_bytes_ + mean_at_); }
+  uint32_t* offsets(uint32_t kv_head) const {
+    return reinterpret_cast<uint32_t*>(memory_.data() + kv_head * head_bytes_ + offsets_at_);
+  }
+  float* inv_norms(uint32_t kv_head) const {
+    return reinterpret_cast<float*>(memory_.data() + kv_head * head_bytes_ + norms_at_);
+  }
+  float* mean(uint32_t kv_head) const {
+    return reinterpret_cast<float*>(memory_.data() + kv_head * head_bytes_ + mean_at_);
+  }
 
   template <class Counter>
-  size_t count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters, Scratch& scratch) const;
+  size_t count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters,
+               Scratch& scratch) const;
   void compute_mean(const Kernels& kernels, RowType type, const char* rows, float* mean) const;
   void sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const;
 
   std::shared_ptr<const Lsh> lsh_;
   uint32_t num_tokens_;
   size_t row_bytes_;
-  // Per head: ids [num_tables, num_tokens], offsets [num_tables, num_buckets + 1], 1 / |k - mean| [num_tokens], mean [dim].
+  // Per head: ids [num_tables, num_tokens], offsets [num_tables, num_buckets + 1], 1 / |k - mean| [num_tokens], mean
+  // [dim].
   size_t offsets_at_, norms_at_, mean_at_, head_bytes_;
   Buffer memory_;
 };

@@ -153,8 +153,8 @@ size_t default_num_threads() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-// The current pool. It is never destroyed at exit (threads may still be inside), and a forked child, which has none of its
-// parent's threads, forgets the parent's pool and makes its own.
+// The current pool. It is never destroyed at exit (threads may still be inside), and a forked child, which has none of
+// its parent's threads, forgets the parent's pool and makes its own.
 struct Current {
   std::mutex mutex;
   std::shared_ptr<Pool> pool;
@@ -162,8 +162,9 @@ struct Current {
 Current* current = new Current;
 
 std::shared_ptr<Pool> pool() {
-  static const int registered = pthread_atfork([] { current->mutex.lock(); }, [] { current->mutex.unlock(); },
-                                               [] { current = new Current; });  // the parent's is left as it is, locks and all
+  static const int registered =
+      pthread_atfork([] { current->mutex.lock(); }, [] { current->mutex.unlock(); },
+                     [] { current = new Current; });  // the parent's is left as it is, locks and all
   (void)registered;
   std::lock_guard<std::mutex> lock(current->mutex);
   if (!current->pool) current->pool = std::make_shared<Pool>(default_num_threads());

@@ -1,4 +1,5 @@
-// A pool of threads of our own: no OpenMP runtime to clash with another library's, and several callers may use it at once.
+// A pool of threads of our own: no OpenMP runtime to clash with another library's, and several callers may use it at
+// once.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +22,8 @@ class TaskRef {
   void (*call_)(void*, size_t);
 };
 
-// Calls task(0) .. task(count - 1), in any order, on the pool's threads and the caller's; returns when all are done. The first
-// exception is thrown to the caller, and tasks not begun by then are skipped.
+// Calls task(0) .. task(count - 1), in any order, on the pool's threads and the caller's; returns when all are done.
+// The first exception is thrown to the caller, and tasks not begun by then are skipped.
 void parallel_for(size_t count, TaskRef task);
 
 // Threads that work on a call, the caller's included. At first: the CPUs this process may use, or MAGICPIG_NUM_THREADS.

@@ -81,7 +81,8 @@ inline vec select_less(vec x, vec y, vec if_less, vec otherwise) {
           _mm256_blendv_ps(otherwise.b, if_less.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
 }
 inline bool any_greater(vec x, vec y) {
-  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))) != 0;
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))) !=
+         0;
 }
 inline uint16_t sign_bits(vec x) {
   int low = _mm256_movemask_ps(_mm256_cmp_ps(x.a, _mm256_setzero_ps(), _CMP_GE_OQ));
@@ -89,7 +90,8 @@ inline uint16_t sign_bits(vec x) {
   return static_cast<uint16_t>(low | high << 8);
 }
 inline vec lookup(const float* table, vec index) {
-  return {_mm256_i32gather_ps(table, _mm256_cvtps_epi32(index.a), 4), _mm256_i32gather_ps(table, _mm256_cvtps_epi32(index.b), 4)};
+  return {_mm256_i32gather_ps(table, _mm256_cvtps_epi32(index.a), 4),
+          _mm256_i32gather_ps(table, _mm256_cvtps_epi32(index.b), 4)};
 }
 inline vec lookup(const float* table, const uint16_t* ids) {
   __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ids));

@@ -9,8 +9,8 @@ namespace magicpig {
 namespace {
 
 using vec = __m512;
-constexpr int kHeadTile = 4;   // heads that share a loaded row
-constexpr int kHashRows = 6;   // register tile of the hashing product
+constexpr int kHeadTile = 4;  // heads that share a loaded row
+constexpr int kHashRows = 6;  // register tile of the hashing product
 constexpr int kHashGroups = 4;
 
 inline vec zero() { return _mm512_setzero_ps(); }

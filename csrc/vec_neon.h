@@ -29,7 +29,9 @@ inline float32x4_t load4(const f16* p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
 }
 template <class T>
-inline vec load(const T* p) { MAGICPIG_EACH(load4(p + 4 * i)); }
+inline vec load(const T* p) {
+  MAGICPIG_EACH(load4(p + 4 * i));
+}
 inline void load_pairs(const bf16* p, vec& first, vec& second) {
   for (int i = 0; i < 4; ++i) {
     uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p + 8 * i)));

@@ -23,7 +23,8 @@ inline float to_float(bf16 x) {
   return out;
 }
 inline float to_float(f16 x) {
-  uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, fraction = x.bits & 0x3ff;
+  uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31,
+           fraction = x.bits & 0x3ff;
   uint32_t bits;
   if (exponent == 31) {
     bits = sign | 0x7f800000u | fraction << 13;
@@ -70,7 +71,9 @@ inline void from_float(float x, f16& out) {
 inline vec set1(float x) { MAGICPIG_EACH(x); }
 inline vec zero() { return set1(0.0f); }
 template <class T>
-inline vec load(const T* p) { MAGICPIG_EACH(to_float(p[i])); }
+inline vec load(const T* p) {
+  MAGICPIG_EACH(to_float(p[i]));
+}
 inline void load_pairs(const bf16* p, vec& first, vec& second) {
   for (int i = 0; i < 16; ++i) {
     first.x[i] = to_float(p[2 * i]);
@@ -89,7 +92,7 @@ inline vec min(vec a, vec b) { MAGICPIG_EACH(a.x[i] < b.x[i] ? a.x[i] : b.x[i]);
 inline vec max(vec a, vec b) { MAGICPIG_EACH(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }  // b when either is NaN
 inline vec abs(vec a) { MAGICPIG_EACH(__builtin_fabsf(a.x[i])); }
 inline vec sqrt(vec a) { MAGICPIG_EACH(__builtin_sqrtf(a.x[i])); }
-inline vec round(vec a) { MAGICPIG_EACH((a.x[i] + 12582912.0f) - 12582912.0f); }  // for |x| < 2^22
+inline vec round(vec a) { MAGICPIG_EACH((a.x[i] + 12582912.0f) - 12582912.0f); }          // for |x| < 2^22
 inline vec floor(vec a) { MAGICPIG_EACH(static_cast<float>(static_cast<int>(a.x[i]))); }  // for 0 <= x < 2^31
 inline float power_of_two(float n) {
   uint32_t bits = static_cast<uint32_t>(static_cast<int>(n) + 127) << 23;

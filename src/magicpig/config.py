@@ -19,14 +19,14 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True)
 class LSHConfig:
-    """How keys are hashed and which of them a query draws. docs/parameters.md tells what each field costs and buys.
+    """How keys are hashed and which of them a query draws (docs/parameters.md has the trade-offs).
 
     bits_per_table: sign bits that name a bucket of a table (K in the paper), 1 to 16.
     num_tables: hash tables (L in the paper), 1 to 4096.
     min_collisions: a key is drawn when it shares the query's bucket in this many tables or more.
     seed: of the random projection; equal configurations hash alike everywhere.
-    exact_below: segments with fewer tokens are read whole instead of being indexed. None: 2**bits_per_table, below which
-        a table would have more buckets than keys.
+    exact_below: segments with fewer tokens are read whole instead of being indexed. None:
+        2**bits_per_table, below which a table would have more buckets than keys.
     """
 
     bits_per_table: int = 10
@@ -53,9 +53,8 @@ class LSHConfig:
         """The configuration with these fields; unknown ones are a ``ValueError``."""
         unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
         if unknown:
-            raise ValueError(
-                f"unknown LSHConfig field {unknown[0]!r}; known: {', '.join(cls.__dataclass_fields__)}"
-            )
+            known = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(f"unknown LSHConfig field {unknown[0]!r}; known: {known}")
         return cls(**fields)
 
     @property

@@ -7,7 +7,7 @@ from magicpig.config import check_int
 
 
 def isa() -> str:
-    """The instruction set in use: the best this machine supports, unless MAGICPIG_ISA or set_isa chose another."""
+    """The instruction set in use: the best supported one, unless MAGICPIG_ISA or set_isa chose."""
     return _native.isa()
 
 
@@ -29,6 +29,9 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """Sets how many threads work on a call. At first: the CPUs this process may use, or MAGICPIG_NUM_THREADS."""
+    """Sets how many threads work on a call.
+
+    At first: the CPUs this process may use, or MAGICPIG_NUM_THREADS.
+    """
     check_int("count", count, 1, 1024)
     _native.set_num_threads(count)

@@ -1,6 +1,6 @@
 """The algorithm in plain torch: slow, short, and the truth that every fast path is compared with.
 
-One query head over one segment of keys at a time; nothing here is used by the fast path but `projection`, which both share.
+One query head over one segment of keys at a time. The fast path shares only `projection`.
 Symbols of the paper stand at the border: K = bits_per_table, L = num_tables.
 """
 
@@ -16,9 +16,9 @@ from magicpig.config import LSHConfig
 
 
 def projection(lsh: LSHConfig, head_dim: int) -> Tensor:
-    """The Gaussian directions [head_dim, L * K], shared by all heads and layers; every value is one that bfloat16 holds.
+    """The Gaussian directions [head_dim, L * K] of all heads and layers, in values bfloat16 holds.
 
-    numpy's RandomState stream is frozen, so the same seed gives the same directions on every machine and version.
+    numpy's RandomState stream is frozen: a seed gives the same directions everywhere, for ever.
     """
     normal = np.random.RandomState(lsh.seed).standard_normal(
         (head_dim, lsh.num_tables * lsh.bits_per_table)
@@ -27,20 +27,22 @@ def projection(lsh: LSHConfig, head_dim: int) -> Tensor:
 
 
 def project(x: Tensor, lsh: LSHConfig) -> Tensor:
-    """Projections [n, L, K] of vectors [n, head_dim], which are rounded to bfloat16 first. Their signs are the hash."""
+    """Projections [n, L, K] of vectors [n, head_dim] rounded to bfloat16. Signs are the hash."""
     directions = projection(lsh, x.shape[-1]).double()
     return (x.bfloat16().double() @ directions).view(len(x), lsh.num_tables, lsh.bits_per_table)
 
 
 def codes(x: Tensor, lsh: LSHConfig) -> Tensor:
-    """Bucket [n, L] of each vector in each table: bit j is set where projection j is not negative."""
+    """Bucket [n, L] of each vector in each table: bit j is set where projection j is >= 0."""
     bits = (project(x, lsh) >= 0).long()
     return (bits << torch.arange(lsh.bits_per_table)).sum(-1)
 
 
 def centre(keys: Tensor) -> Tensor:
-    """Keys [n, head_dim] less their mean. Keys closer to the mean than 1e-4 of its norm become zero: what is left of them
-    is rounding."""
+    """Keys [n, head_dim] less their mean.
+
+    Keys closer to the mean than 1e-4 of its norm become zero: what is left of them is rounding.
+    """
     mean = keys.double().mean(0)
     centred = (keys.double() - mean).float()
     return torch.where(centred.norm(dim=-1, keepdim=True) > 1e-4 * mean.norm(), centred, 0.0)
@@ -54,13 +56,17 @@ def cosine(query: Tensor, centred: Tensor) -> Tensor:
 
 
 def log_inclusion_probability(cos: Tensor, lsh: LSHConfig) -> Tensor:
-    """log u: u = P(at least min_collisions of L tables put query and key into one bucket), for the cosine between them."""
+    """log u: u = P(query and key share a bucket in at least min_collisions of the L tables)."""
     agree = 1 - torch.acos(cos.double()) / math.pi  # P(one sign bit agrees)
     log_b = lsh.bits_per_table * agree.log()  # P(one table agrees)
     log_miss = torch.log1p(-log_b.exp())
     terms = []
     for j in range(lsh.min_collisions, lsh.num_tables + 1):
-        ways = math.lgamma(lsh.num_tables + 1) - math.lgamma(j + 1) - math.lgamma(lsh.num_tables - j + 1)
+        ways = (
+            math.lgamma(lsh.num_tables + 1)
+            - math.lgamma(j + 1)
+            - math.lgamma(lsh.num_tables - j + 1)
+        )
         misses = (lsh.num_tables - j) * log_miss if j < lsh.num_tables else 0.0
         terms.append(ways + j * log_b + misses)
     return torch.logsumexp(torch.stack(terms), 0).clamp(max=0.0)
@@ -78,13 +84,15 @@ def drawn(query: Tensor, keys: Tensor, lsh: LSHConfig) -> Tensor:
 
 
 def attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted mean of the values and the log of the softmax's denominator; (0, -inf) over nothing."""
+    """Softmax-weighted mean of values and log of the denominator; (0, -inf) over nothing."""
     lse = torch.logsumexp(logits.double(), 0)
     weights = (logits.double() - lse).exp() if len(logits) else logits.double()
     return weights @ values.double(), lse
 
 
-def exact_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def exact_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention of one query [head_dim] over all keys and values [n, head_dim]."""
     return attend(keys.double() @ query.double() * scale, values)
 

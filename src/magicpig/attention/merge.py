@@ -1,4 +1,4 @@
-"""Merging attention over disjoint sets of keys. Associative and commutative; works on any device."""
+"""Merging attention over disjoint sets of keys: associative, commutative, on any device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import Tensor
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys.
 
-    out_a, out_b: [..., head_dim], attention over each set. lse_a, lse_b: [...], the logs of their softmax denominators.
-    The state of an empty set is (anything finite, -inf); merging two of them gives (0, -inf), never NaN.
+    out_a, out_b: [..., head_dim], attention over each set.
+    lse_a, lse_b: [...], the logs of the softmax denominators.
+    The state of an empty set is (anything finite, -inf); merging two gives (0, -inf), never NaN.
     """
     for name, out, lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
         if out.shape[:-1] != lse.shape:
@@ -19,7 +20,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
                 f"dimension), not {list(lse.shape)}"
             )
     if out_a.shape != out_b.shape:
-        raise ValueError(f"out_b must have out_a's shape {list(out_a.shape)}, not {list(out_b.shape)}")
+        raise ValueError(
+            f"out_b must have out_a's shape {list(out_a.shape)}, not {list(out_b.shape)}"
+        )
     lse = torch.logaddexp(lse_a, lse_b)
     base = torch.where(lse == -torch.inf, 0.0, lse)  # exp(-inf - 0) = 0 where both are empty
     weight_a = (lse_a - base).exp().unsqueeze(-1)

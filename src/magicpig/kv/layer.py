@@ -1,14 +1,14 @@
 """LayerKV: the far context of one sequence in one layer, and attention over it.
 
-Checks what callers pass, in torch's words, and hands plain buffers to the native core. No algorithm lives here.
+Checks what callers pass, in torch's words, and hands it to the native core. No algorithm lives he
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from magicpig.config import LSHConfig, check_int
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
-class NBytes(NamedTuple):
-    """Memory of a LayerKV; shared segments are counted in every LayerKV that shares them."""
+@dataclass(frozen=True)
+class NBytes:
+    """Bytes of a LayerKV's rows and index; a shared segment counts in each that shares it."""
 
     rows: int
     index: int
@@ -28,7 +29,10 @@ class NBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class AttendStats:
-    """What an attend read. rows: int64 [num_heads], key/value rows per query head; share: float32 [num_heads], of all rows."""
+    """What an attend read, per query head.
+
+    rows: int64 [num_heads], key/value rows. share: float32 [num_heads], of all the sequence's rows.
+    """
 
     rows: Tensor
     share: Tensor
@@ -37,12 +41,12 @@ class AttendStats:
 @lru_cache(maxsize=64)
 def native_lsh(lsh: LSHConfig, head_dim: int) -> _native.Lsh:
     """The native form of a configuration: one for all layers and sequences that use it."""
-    directions = reference.projection(lsh, head_dim).numpy()
+    directions = reference.projection(lsh, head_dim)
     return _native.Lsh(lsh.bits_per_table, lsh.num_tables, lsh.min_collisions, directions)
 
 
 def check_tensor(name: str, tensor: object, shape: Sequence[int | str]) -> Tensor:
-    """`tensor`, if it is a dense CPU tensor of a supported dtype and of this shape (a str stands for any size)."""
+    """`tensor`, if it is a dense CPU tensor of a known dtype and this shape (a str: any size)."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.device.type != "cpu":
@@ -66,12 +70,13 @@ def check_tensor(name: str, tensor: object, shape: Sequence[int | str]) -> Tenso
 class LayerKV:
     """Keys and values of one sequence in one layer, as immutable indexed segments in CPU memory.
 
-    num_heads, num_kv_heads: query heads and the key/value heads they share; the first is a multiple of the second.
+    num_heads, num_kv_heads: query heads and the key/value heads they share, evenly.
     head_dim: a multiple of 8 up to 256.
     index: how rows are drawn, or None to always read every row.
     dtype: of the stored rows: torch.bfloat16, float16 or float32.
 
-    Thread-safe: any number of threads may attend, fork and append at once; an attend sees the tokens appended before it began.
+    Thread-safe: any number of threads may attend, fork and append at once; an attend sees the
+    tokens appended before it began.
     """
 
     def __init__(
@@ -91,7 +96,12 @@ class LayerKV:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, not {dtype}")
         if head_dim % 8:
             raise ValueError(f"head_dim must be a multiple of 8, not {head_dim}")
-        self._setup(num_heads, num_kv_heads, head_dim, index, dtype)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.index = index
+        self.dtype = dtype
+        self.last_stats: AttendStats | None = None
         self._native = _native.LayerKV(
             num_heads,
             num_kv_heads,
@@ -101,23 +111,8 @@ class LayerKV:
             index.shortest_indexed if index else 0,
         )
 
-    def _setup(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        index: LSHConfig | None,
-        dtype: torch.dtype,
-    ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.index = index
-        self.dtype = dtype
-        self.last_stats: AttendStats | None = None
-
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Adds tokens at the end: keys and values [num_kv_heads, tokens, head_dim], copied. All or nothing on error."""
+        """Adds tokens: keys and values [num_kv_heads, tokens, head_dim], copied. All or nothing."""
         shape = (self.num_kv_heads, "tokens", self.head_dim)
         keys = check_tensor("keys", keys, shape)
         values = check_tensor("values", values, (self.num_kv_heads, keys.shape[1], self.head_dim))
@@ -126,9 +121,12 @@ class LayerKV:
     def attend(
         self, queries: Tensor, *, exact: bool = False, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of queries [num_heads, head_dim]: float32 output [num_heads, head_dim] and log-sum-exp [num_heads].
+        """Attention of queries [num_heads, head_dim].
 
-        exact: read all rows instead of drawing them. scale: of the scores, 1 / sqrt(head_dim) unless given.
+        Returns float32 output [num_heads, head_dim] and log-sum-exp [num_heads].
+
+        exact: read all rows instead of drawing them.
+        scale: of the scores, 1 / sqrt(head_dim) unless given.
         Over no tokens the result is (0, -inf).
         """
         queries = check_tensor("queries", queries, (self.num_heads, self.head_dim))
@@ -136,20 +134,20 @@ class LayerKV:
         return out[0], lse[0]
 
     def sample(self, queries: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What `attend` would read for queries [num_heads, head_dim]: per head the row ids (int32, ascending) and the log
-        of the probability that each was drawn (float32). Rows of segments without an index are all there, with log 1."""
+        """What `attend` would read for queries [num_heads, head_dim].
+
+        Per head: row ids (int32, ascending) and the logs of the probabilities that each was drawn
+        (float32). Rows of segments without an index are all there, with probability 1.
+        """
         queries = check_tensor("queries", queries, (self.num_heads, self.head_dim)).contiguous()
         heads = _native.sample(self._native, queries[None])
-        return (
-            [torch.from_numpy(rows) for rows, _ in heads],
-            [torch.from_numpy(log_probability) for _, log_probability in heads],
-        )
+        return [rows for rows, _ in heads], [log_probability for _, log_probability in heads]
 
     def fork(self) -> LayerKV:
-        """A LayerKV with the same tokens. It shares their memory; what is appended to one does not show in the other."""
-        other = LayerKV.__new__(LayerKV)
-        other._setup(self.num_heads, self.num_kv_heads, self.head_dim, self.index, self.dtype)
+        """A LayerKV that shares all tokens so far. Appends to one do not show in the other."""
+        other = copy.copy(self)
         other._native = self._native.fork()
+        other.last_stats = None
         return other
 
     @property
@@ -179,10 +177,11 @@ def attend(
     exact: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a batch in one native call: sequence i's queries [num_heads, head_dim] over kvs[i].
+    """Attention of a batch of sequences in one native call: queries[i] over kvs[i].
 
-    queries: [batch, num_heads, head_dim]. Returns float32 output of that shape and log-sum-exp [batch, num_heads].
-    The sequences may differ in length, not in heads, head_dim, dtype or index. See LayerKV.attend for the rest.
+    queries: [batch, num_heads, head_dim].
+    Returns float32 output of that shape and log-sum-exp [batch, num_heads].
+    Sequences may differ in length, not in heads, head_dim, dtype or index. See LayerKV.attend.
     """
     kvs = list(kvs)
     if not kvs:

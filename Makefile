@@ -1,0 +1,53 @@
+# make demo and make test set up all they need (a virtual environment in .venv, the native build), then run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint unit sanitize bench format stub clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.built
+	$(BIN)/python examples/demo.py
+
+test: lint unit sanitize
+
+unit: $(VENV)/.built
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h csrc/tests/*.cpp
+	$(BIN)/mypy
+
+# The native tests, once with the address and undefined-behaviour sanitizers and once with the thread sanitizer.
+sanitize: $(VENV)/.built
+	PATH="$(abspath $(BIN)):$$PATH" sh csrc/tests/sanitize.sh
+
+bench: $(VENV)/.built
+	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)
+
+format: $(VENV)/.built
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/tests/*.cpp
+
+stub: $(VENV)/.built
+	$(BIN)/python -m nanobind.stubgen -q -m magicpig._native -o src/magicpig/_native.pyi
+
+clean:
+	rm -rf $(VENV) build
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "magicpig needs Python 3.10 or later: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.ready $(NATIVE)
+	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	@touch $@

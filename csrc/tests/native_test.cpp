@@ -1,0 +1,256 @@
+// Native tests without Python, made to run under sanitizers: every kernel of every supported instruction set against
+// plain loops in double, at sizes around the borders of vectors, blocks and segments; then many threads at once.
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "attention.h"
+#include "dispatch.h"
+#include "layer_kv.h"
+#include "roofs.h"
+#include "threads.h"
+
+using namespace magicpig;
+
+namespace {
+
+std::atomic<int> checks{0};
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    ++checks;                                                                            \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                      \
+    }                                                                                    \
+  } while (0)
+
+float rounded_to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Gaussian numbers that bf16 holds, so that every row type but f16 stores them unchanged; scaled so that f16 does too.
+std::vector<float> gaussian(size_t count, uint32_t seed, float offset = 0) {
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> out(count);
+  for (float& x : out) x = rounded_to_bf16(std::round((normal(engine) + offset) * 64) / 64);
+  return out;
+}
+
+std::shared_ptr<const Lsh> make_lsh(uint32_t bits, uint32_t tables, uint32_t collisions, uint32_t head_dim) {
+  const std::vector<float> projection = gaussian(size_t{head_dim} * bits * tables, 7);
+  return std::make_shared<Lsh>(bits, tables, collisions, head_dim, projection.data());
+}
+
+struct Context {
+  Geometry geometry;
+  size_t tokens;
+  std::vector<float> keys, values, queries;
+
+  Context(Geometry g, size_t tokens)
+      : geometry(g),
+        tokens(tokens),
+        keys(gaussian(g.num_kv_heads * tokens * g.head_dim, 1, 0.5f)),
+        values(gaussian(g.num_kv_heads * tokens * g.head_dim, 2)),
+        queries(gaussian(g.num_heads * g.head_dim, 3)) {}
+
+  void append_to(LayerKV& kv, size_t first, size_t count) const {
+    const size_t at = first * geometry.head_dim, stride = tokens * geometry.head_dim;
+    kv.append({reinterpret_cast<const char*>(keys.data() + at), kF32, stride, geometry.head_dim, "keys"},
+              {reinterpret_cast<const char*>(values.data() + at), kF32, stride, geometry.head_dim, "values"}, count);
+  }
+  const char* query_bytes() const { return reinterpret_cast<const char*>(queries.data()); }
+  float key(size_t head, size_t token, size_t d) const { return keys[(head * tokens + token) * geometry.head_dim + d]; }
+  float value(size_t head, size_t token, size_t d) const {
+    return values[(head * tokens + token) * geometry.head_dim + d];
+  }
+};
+
+struct Result {
+  std::vector<float> out, lse;
+  std::vector<int64_t> rows;
+};
+
+Result run(const LayerKV& kv, const Context& context, bool exact) {
+  const Geometry& g = kv.geometry();
+  Result result{std::vector<float>(g.num_heads * g.head_dim, NAN), std::vector<float>(g.num_heads, NAN),
+                std::vector<int64_t>(g.num_heads, -1)};
+  attend(g, {kv.segments()}, context.query_bytes(), kF32, 0.25f, exact,
+         {result.out.data(), result.lse.data(), result.rows.data(), nullptr});
+  return result;
+}
+
+// Attention of `head` over the rows of a sample, in double.
+void check_against_loops(const Context& context, const Result& result, size_t head, const Sample& sample,
+                         double tolerance) {
+  const Geometry& g = context.geometry;
+  const size_t kv_head = head / g.group();
+  std::vector<double> logits;
+  double peak = -INFINITY;
+  for (size_t i = 0; i < sample.rows.size(); ++i) {
+    double dot = 0;
+    for (uint32_t d = 0; d < g.head_dim; ++d)
+      dot += double{context.queries[head * g.head_dim + d]} * context.key(kv_head, sample.rows[i], d);
+    logits.push_back(dot * 0.25 - sample.log_probability[i]);
+    peak = std::max(peak, logits.back());
+  }
+  double total = 0;
+  std::vector<double> out(g.head_dim);
+  for (size_t i = 0; i < logits.size(); ++i) {
+    const double weight = std::exp(logits[i] - peak);
+    total += weight;
+    for (uint32_t d = 0; d < g.head_dim; ++d) out[d] += weight * context.value(kv_head, sample.rows[i], d);
+  }
+  CHECK(result.rows[head] == static_cast<int64_t>(sample.rows.size()));
+  if (logits.empty()) {
+    CHECK(result.lse[head] == -INFINITY);
+  } else {
+    CHECK(std::abs(result.lse[head] - (peak + std::log(total))) < tolerance);
+  }
+  for (uint32_t d = 0; d < g.head_dim; ++d) {
+    CHECK(std::abs(result.out[head * g.head_dim + d] - (total > 0 ? out[d] / total : 0)) < tolerance);
+  }
+}
+
+Sample everything(size_t tokens) {
+  Sample sample;
+  for (size_t i = 0; i < tokens; ++i) sample.rows.push_back(static_cast<int32_t>(i));
+  sample.log_probability.assign(tokens, 0.0f);
+  return sample;
+}
+
+void test_attention() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (RowType type : {kBF16, kF16, kF32}) {
+      const double tolerance = isa == "avx512_bf16" && type == kBF16 ? 1e-2 : 2e-5;
+      for (uint32_t head_dim : {8u, 24u, 64u, 80u, 128u, 256u}) {
+        const auto lsh = make_lsh(3, 12, 2, head_dim);
+        for (size_t tokens : {0, 1, 15, 16, 17, 33, 129}) {
+          for (uint32_t group : {1u, 3u, 4u, 6u}) {
+            const Context context(Geometry{2 * group, 2, head_dim, type, lsh, 0}, tokens);
+            LayerKV kv(context.geometry);
+            context.append_to(kv, 0, tokens);
+            const Result exact = run(kv, context, true), sampled = run(kv, context, false);
+            const std::vector<Sample> samples = sample(context.geometry, *kv.segments(), context.query_bytes(), kF32);
+            for (size_t head = 0; head < 2 * group; ++head) {
+              check_against_loops(context, exact, head, everything(tokens), tolerance);
+              check_against_loops(context, sampled, head, samples[head], tolerance);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Row ids drawn from a segment of the largest size reach the last row; longer input is split.
+void test_segment_borders() {
+  const size_t tokens = Segment::kMaxTokens + 5;
+  const Context context(Geometry{1, 1, 8, kF32, make_lsh(1, 2, 1, 8), 0}, tokens);
+  LayerKV kv(context.geometry);
+  context.append_to(kv, 0, tokens);
+  CHECK(kv.segments()->size() == 2 && num_tokens(*kv.segments()) == tokens);
+  const std::vector<Sample> samples = sample(context.geometry, *kv.segments(), context.query_bytes(), kF32);
+  CHECK(samples[0].rows.back() >= static_cast<int32_t>(tokens) - 100);
+  check_against_loops(context, run(kv, context, false), 0, samples[0], 1e-4);
+}
+
+void test_many_small_appends() {
+  const size_t tokens = 3000;
+  const Context context(Geometry{2, 1, 16, kBF16, make_lsh(4, 10, 2, 16), 64}, tokens);
+  LayerKV whole(context.geometry), pieces(context.geometry);
+  context.append_to(whole, 0, tokens);
+  for (size_t first = 0; first < tokens; ++first) context.append_to(pieces, first, 1);
+  CHECK(num_tokens(*pieces.segments()) == tokens && pieces.segments()->size() < 24);
+  const Result a = run(whole, context, true), b = run(pieces, context, true);
+  for (size_t i = 0; i < a.out.size(); ++i) CHECK(std::abs(a.out[i] - b.out[i]) < 1e-2);
+}
+
+template <class E>
+bool throws(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const E&) {
+    return true;
+  }
+  return false;
+}
+
+void test_refusals() {
+  Context context(Geometry{1, 1, 8, kF16, nullptr, 0}, 4);
+  LayerKV kv(context.geometry);
+  context.append_to(kv, 0, 2);
+  for (float bad : {NAN, INFINITY, 1e19f, 70000.0f}) {  // the last is beyond float16
+    context.values[3 * 8 + 5] = bad;
+    CHECK(throws<std::invalid_argument>([&] { context.append_to(kv, 2, 2); }));
+    CHECK(num_tokens(*kv.segments()) == 2);
+  }
+  context.queries[0] = NAN;
+  CHECK(throws<std::invalid_argument>([&] { run(kv, context, true); }));
+  CHECK(throws<std::invalid_argument>([] { set_isa("mmx"); }));
+  CHECK(throws<std::invalid_argument>([] { set_num_threads(0); }));
+  CHECK(throws<std::runtime_error>([] {
+    parallel_for(100, [](size_t i) {
+      if (i == 50) throw std::runtime_error("x");
+    });
+  }));
+}
+
+void test_concurrency() {
+  const size_t tokens = 600;
+  const Context context(Geometry{4, 2, 32, kF32, make_lsh(4, 20, 2, 32), 100}, tokens);
+  LayerKV kv(context.geometry);
+  context.append_to(kv, 0, 200);
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> readers;
+  for (int i = 0; i < 4; ++i) {
+    readers.emplace_back([&, i] {
+      while (!stop) {
+        const auto fork = kv.fork();
+        context.append_to(*fork, 0, 5);
+        const Result result = run(i % 2 ? kv : *fork, context, i % 3 == 0);
+        for (float x : result.out) CHECK(std::isfinite(x));
+      }
+    });
+  }
+  for (size_t first = 200; first < tokens; first += 4) {
+    context.append_to(kv, first, 4);
+    if (first % 80 == 0) set_num_threads(1 + first / 80 % 3);
+  }
+  stop = true;
+  for (std::thread& reader : readers) reader.join();
+  CHECK(num_tokens(*kv.segments()) == tokens);
+  const Result result = run(kv, context, true);
+  check_against_loops(context, result, 0, everything(tokens), 1e-4);
+}
+
+void test_roofs() {
+  CHECK(stream_read_roof(size_t{4} << 20, 2) > 0);
+  CHECK(gather_read_roof(size_t{4} << 20, 512, 2) > 0);
+}
+
+}  // namespace
+
+int main() {
+  set_num_threads(2);
+  test_attention();
+  test_segment_borders();
+  test_many_small_appends();
+  test_refusals();
+  test_concurrency();
+  test_roofs();
+  std::printf("%d checks on %zu instruction sets passed\n", checks.load(), supported_isas().size());
+}

@@ -1,0 +1,57 @@
+"""Native core of magicpig. Use it through the magicpig package."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+
+
+class Lsh:
+    def __init__(self, bits_per_table: int, num_tables: int, min_collisions: int, projection: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def codes(self, x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None), order='C', device='cpu')]) -> None:
+        """Buckets of vectors x [n, head_dim], into out [n, num_tables]."""
+
+class LayerKV:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, lsh: Lsh | None, exact_below: int) -> None: ...
+
+    def append(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> None: ...
+
+    def fork(self) -> LayerKV: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def segment_sizes(self) -> list[int]: ...
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of rows and of the index."""
+
+def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], timed: bool = False) -> tuple[float, float]:
+    """
+    Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention when timed.
+    """
+
+def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
+    """Per head: row ids and log inclusion probabilities."""
+
+def isa() -> str: ...
+
+def supported_isas() -> list[str]: ...
+
+def set_isa(name: str) -> None: ...
+
+def num_threads() -> int: ...
+
+def set_num_threads(count: int) -> None: ...
+
+def exp(x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu')]) -> None:
+    """The kernels' exponential, for tests."""
+
+def log_inclusion_probability(angle_over_pi: float, bits_per_table: int, num_tables: int, min_collisions: int) -> float: ...
+
+def stream_read_roof(bytes: int, repeats: int) -> float: ...
+
+def gather_read_roof(bytes: int, row_bytes: int, repeats: int) -> float: ...
