@@ -31,6 +31,15 @@ template <class T, size_t N>
 using In = nb::ndarray<nb::pytorch, const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Vector = nb::ndarray<nb::pytorch, T, nb::ndim<1>>;
+using Codes = nb::ndarray<nb::pytorch, int32_t, nb::ndim<2>>;
+
+// A tensor that owns the values.
+template <size_t N, class T>
+nb::ndarray<nb::pytorch, T, nb::ndim<N>> owned(std::vector<T> values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::pytorch, T, nb::ndim<N>>(kept->data(), shape, owner);
+}
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -111,27 +120,31 @@ std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV
     nb::gil_scoped_release release;
     samples = sample(kv.geometry(), *kv.segments(), data, type);
   }
-  auto to_array = [](auto&& values) {
-    using T = typename std::decay_t<decltype(values)>::value_type;
-    auto* owned = new std::vector<T>(std::move(values));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return Vector<T>(owned->data(), {owned->size()}, owner);
-  };
   std::vector<std::pair<Vector<int32_t>, Vector<float>>> out;
-  for (Sample& head : samples)
-    out.emplace_back(to_array(std::move(head.rows)), to_array(std::move(head.log_probability)));
+  for (Sample& head : samples) {
+    const size_t count = head.rows.size();
+    out.emplace_back(owned<1>(std::move(head.rows), {count}), owned<1>(std::move(head.log_probability), {count}));
+  }
   return out;
 }
 
-void codes(const Lsh& lsh, const In<float, 2>& x, const Out<uint16_t, 2>& out) {
+Codes codes(const Lsh& lsh, const In<float, 2>& x) {
   const size_t count = x.shape(0);
-  if (x.shape(1) != lsh.head_dim || out.shape(0) != count || out.shape(1) != lsh.num_tables)
-    refuse("x and out must match the index");
+  if (x.shape(1) != lsh.head_dim) refuse("x must have shape [n, head_dim]");
   std::vector<float> padded(count * lsh.dim);
-  for (size_t i = 0; i < count; ++i)
+  for (size_t i = 0; i < count; ++i) {
     std::copy_n(x.data() + i * lsh.head_dim, lsh.head_dim, padded.data() + i * lsh.dim);
+  }
   const std::vector<uint16_t> result = lsh.codes(kernels(), padded.data(), count);
-  std::copy(result.begin(), result.end(), out.data());
+  return owned<2>(std::vector<int32_t>(result.begin(), result.end()), {count, lsh.num_tables});
+}
+
+Codes segment_codes(const LayerKV& kv, size_t segment, uint32_t kv_head) {
+  const auto segments = kv.segments();
+  if (segment >= segments->size() || kv_head >= kv.geometry().num_kv_heads) refuse("no such segment or kv_head");
+  const Tables* index = (*segments)[segment]->index();
+  if (index == nullptr) refuse("the segment has no index");
+  return owned<2>(index->codes(kv_head), {(*segments)[segment]->num_tokens(), kv.geometry().lsh->num_tables});
 }
 
 void exp_of(const In<float, 1>& x, const Out<float, 1>& out) {
@@ -163,8 +176,7 @@ NB_MODULE(_native, m) {
                            projection.data());
           },
           "bits_per_table"_a, "num_tables"_a, "min_collisions"_a, "projection"_a.noconvert())
-      .def("codes", &codes, "x"_a.noconvert(), "out"_a.noconvert(),
-           "Buckets of vectors x [n, head_dim], into out [n, num_tables].");
+      .def("codes", &codes, "x"_a.noconvert(), "Buckets [n, num_tables] of vectors x [n, head_dim]; for tests.");
 
   nb::class_<LayerKV>(m, "LayerKV")
       .def(
@@ -184,6 +196,8 @@ NB_MODULE(_native, m) {
                      for (const auto& segment : *kv.segments()) sizes.push_back(segment->num_tokens());
                      return sizes;
                    })
+      .def("segment_codes", &segment_codes, "segment"_a, "kv_head"_a,
+           "Buckets [tokens, num_tables] of a segment's keys, read back from its tables; for tests.")
       .def_prop_ro(
           "nbytes",
           [](const LayerKV& kv) {

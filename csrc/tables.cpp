@@ -150,4 +150,17 @@ Inclusion Tables::inclusion(uint32_t kv_head, const float* query, float inv_quer
   return {lsh_->log_u.data(), inv_norms(kv_head), static_cast<float>(product), inv_query_norm};
 }
 
+std::vector<int32_t> Tables::codes(uint32_t kv_head) const {
+  const uint32_t num_tables = lsh_->num_tables, buckets = lsh_->num_buckets();
+  std::vector<int32_t> out(size_t{num_tokens_} * num_tables);
+  for (uint32_t t = 0; t < num_tables; ++t) {
+    const uint32_t* starts = offsets(kv_head) + size_t{t} * (buckets + 1);
+    const uint16_t* table = ids(kv_head) + size_t{t} * num_tokens_;
+    for (uint32_t b = 0; b < buckets; ++b)
+      for (uint32_t i = starts[b]; i < starts[b + 1]; ++i)
+        out[size_t{table[i]} * num_tables + t] = static_cast<int32_t>(b);
+  }
+  return out;
+}
+
 }  // namespace magicpig

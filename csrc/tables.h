@@ -34,6 +34,9 @@ class Tables {
   // The kernels' view of the rows' inclusion probabilities for a query (dim floats, its norm).
   Inclusion inclusion(uint32_t kv_head, const float* query, float inv_query_norm) const;
 
+  // The bucket of every row in every table, read back from the tables: [num_tokens, num_tables]. For tests and study.
+  std::vector<int32_t> codes(uint32_t kv_head) const;
+
   size_t nbytes() const { return memory_.size(); }
 
  private:

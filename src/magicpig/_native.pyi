@@ -9,8 +9,8 @@ import torch
 class Lsh:
     def __init__(self, bits_per_table: int, num_tables: int, min_collisions: int, projection: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
 
-    def codes(self, x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None), order='C', device='cpu')]) -> None:
-        """Buckets of vectors x [n, head_dim], into out [n, num_tables]."""
+    def codes(self, x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None))]:
+        """Buckets [n, num_tables] of vectors x [n, head_dim]; for tests."""
 
 class LayerKV:
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, lsh: Lsh | None, exact_below: int) -> None: ...
@@ -24,6 +24,11 @@ class LayerKV:
 
     @property
     def segment_sizes(self) -> list[int]: ...
+
+    def segment_codes(self, segment: int, kv_head: int) -> Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None))]:
+        """
+        Buckets [tokens, num_tables] of a segment's keys, read back from its tables; for tests.
+        """
 
     @property
     def nbytes(self) -> tuple[int, int]:

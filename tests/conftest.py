@@ -1,0 +1,28 @@
+"""Fixtures: seeds, and running a test on every instruction set this machine supports."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import magicpig
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=magicpig.supported_isas())
+def every_isa(request):
+    before = magicpig.isa()
+    magicpig.set_isa(request.param)
+    yield request.param
+    magicpig.set_isa(before)

@@ -1,0 +1,99 @@
+"""Many threads, forked processes, and nothing started at import."""
+
+import os
+import threading
+
+import torch
+
+import magicpig
+from magicpig import LayerKV, LSHConfig
+from tests.test_errors import run_python
+
+
+def test_many_threads_attend_while_another_forks_and_appends():
+    lsh = LSHConfig(4, 30, exact_below=0)
+    keys, values = torch.randn(2, 3000, 32), torch.randn(2, 3000, 32)
+    kv = LayerKV(4, 2, 32, lsh, torch.float32)
+    kv.append(keys[:, :1000], values[:, :1000])
+    fixed = kv.fork()
+    queries = torch.randn(4, 32)
+    expected = fixed.attend(queries)[0]
+    done, failures = threading.Event(), []
+
+    def attend_until_done():
+        try:
+            while not done.is_set():
+                assert torch.equal(fixed.attend(queries)[0], expected)
+                assert torch.isfinite(kv.attend(queries)[0]).all()
+                kv.fork().append(keys[:, :5], values[:, :5])
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=attend_until_done) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for first in range(1000, 3000, 10):
+        kv.append(keys[:, first : first + 10], values[:, first : first + 10])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert kv.num_tokens == 3000
+    whole = LayerKV(4, 2, 32, lsh, torch.float32)
+    whole.append(keys, values)
+    torch.testing.assert_close(
+        kv.attend(queries, exact=True)[0], whole.attend(queries, exact=True)[0], rtol=0, atol=1e-5
+    )
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    kv = LayerKV(4, 2, 32, LSHConfig(4, 30), torch.float32)
+    kv.append(torch.randn(2, 5000, 32), torch.randn(2, 5000, 32))
+    queries = torch.randn(4, 32)
+    before = magicpig.num_threads()
+    try:
+        results = []
+        for count in (1, 2, 7):
+            magicpig.set_num_threads(count)
+            assert magicpig.num_threads() == count
+            results.append(kv.attend(queries)[0])
+    finally:
+        magicpig.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_forked_process_has_working_threads():
+    code = """
+    import os, torch, magicpig
+    magicpig.set_num_threads(2)
+    kv = magicpig.LayerKV(2, 2, 32, magicpig.LSHConfig(4, 10))
+    kv.append(torch.randn(2, 5000, 32), torch.randn(2, 5000, 32))
+    queries = torch.randn(2, 32)
+    expected = kv.attend(queries)[0]
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(kv.attend(queries)[0], expected)
+        kv.append(torch.randn(2, 5000, 32), torch.randn(2, 5000, 32))
+        os._exit(0 if same and kv.num_tokens == 10_000 else 1)
+    assert torch.equal(kv.attend(queries)[0], expected)
+    assert os.waitpid(child, 0)[1] == 0
+    """
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_starts_no_threads_and_reads_no_environment():
+    code = """
+    import os, torch
+    before = len(os.listdir("/proc/self/task"))
+    import magicpig
+    print(len(os.listdir("/proc/self/task")) - before)
+    """
+    result = run_python(code, MAGICPIG_ISA="nonsense", MAGICPIG_NUM_THREADS="nonsense")
+    assert result.stdout == "0\n", result.stderr
+
+
+def test_the_default_is_every_cpu_of_this_process():
+    result = run_python("import magicpig; print(magicpig.num_threads())", MAGICPIG_NUM_THREADS="")
+    assert int(result.stdout) == len(os.sched_getaffinity(0))
