@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cmath>
-#include <cstring>
-#include <stdexcept>
-#include <string>
 
 #include "dispatch.h"
+#include "queries.h"
+#include "stopwatch.h"
 #include "threads.h"
 
 namespace magicpig {
@@ -17,63 +15,6 @@ namespace {
 
 constexpr size_t kMaxExactRows = 4096;  // rows of one exact task
 constexpr size_t kMinExactRows = 256;
-
-// Queries as the kernels want them: padded float32, a split into bf16 parts, norms, and codes when there is an index.
-class PreparedQueries {
- public:
-  PreparedQueries(const Kernels& k, const Geometry& geometry, const char* queries, RowType type, size_t count,
-                  bool hashed)
-      : dim_(geometry.dim()),
-        num_tables_(hashed ? geometry.lsh->num_tables : 0),
-        values_(count * dim_),
-        hi_(count * dim_),
-        lo_(count * dim_),
-        inv_norms_(count) {
-    const size_t bad =
-        k.pack[type][kF32](queries, geometry.head_dim, count, geometry.head_dim, values_.data(), dim_, dim_);
-    if (bad < count) {
-      throw std::invalid_argument("queries at sequence " + std::to_string(bad / geometry.num_heads) + ", head " +
-                                  std::to_string(bad % geometry.num_heads) +
-                                  " is NaN or infinite, or its norm exceeds 1e18");
-    }
-    for (size_t i = 0; i < values_.size(); ++i) split(values_[i], hi_[i], lo_[i]);
-    for (size_t i = 0; i < count; ++i) {
-      double squares = 0;
-      for (uint32_t d = 0; d < dim_; ++d) squares += double{values_[i * dim_ + d]} * values_[i * dim_ + d];
-      inv_norms_[i] = squares > 0 ? static_cast<float>(std::min(1 / std::sqrt(squares), 1e30)) : 0;
-    }
-    if (hashed) codes_ = geometry.lsh->codes(k, values_.data(), count);
-  }
-
-  Queries view(size_t i) const {
-    return {values_.data() + i * dim_, hi_.data() + i * dim_, needs_lo_ ? lo_.data() + i * dim_ : nullptr};
-  }
-  const float* values(size_t i) const { return values_.data() + i * dim_; }
-  const uint16_t* codes(size_t i) const { return codes_.data() + i * num_tables_; }
-  float inv_norm(size_t i) const { return inv_norms_[i]; }
-
- private:
-  void split(float x, bf16& hi, bf16& lo) {
-    auto round = [](float value) {
-      uint32_t bits;
-      std::memcpy(&bits, &value, 4);
-      return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    };
-    hi.bits = round(x);
-    const uint32_t bits = uint32_t{hi.bits} << 16;
-    float high;
-    std::memcpy(&high, &bits, 4);
-    lo.bits = round(x - high);
-    needs_lo_ |= x != high;
-  }
-
-  uint32_t dim_, num_tables_;
-  std::vector<float> values_;
-  std::vector<bf16> hi_, lo_;
-  std::vector<float> inv_norms_;
-  std::vector<uint16_t> codes_;
-  bool needs_lo_ = false;
-};
 
 // Rows of one segment for one query head (drawn from its index) or for all heads of a group (a range, exactly).
 struct Task {
@@ -93,8 +34,6 @@ struct Group {
   std::atomic<size_t> left;
 };
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 class Call {
  public:
   Call(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
@@ -108,7 +47,7 @@ class Call {
     plan(batch, exact);
   }
 
-  void run() {
+  Timing run() {
     parallel_for(tasks_.size(), [&](size_t i) {
       Group& group = groups_[group_of_[i]];
       attend_task(group, tasks_[i]);
@@ -116,7 +55,7 @@ class Call {
     });
     for (Group& group : groups_)
       if (group.first_task == group.end_task) merge(group);
-    if (result_.timing) *result_.timing = {draw_ns_ * 1e-9, attend_ns_ * 1e-9};
+    return {draw_ns_ * 1e-9, attend_ns_ * 1e-9};
   }
 
  private:
@@ -172,23 +111,20 @@ class Call {
     args.num_heads = task.num_heads;
     args.queries = queries_.view(query);
     args.scale = scale_;
-    const double start = result_.timing ? now() : 0;
-    double drawn = start;
+    const Stopwatch watch;
+    double drawn = 0;
     if (task.drawn) {
       static thread_local Tables::Scratch scratch;
-      args.count = task.segment->index()->draw(group.kv_head, queries_.codes(query),
-                                               static_cast<const char*>(args.rows), scratch);
+      const Tables& index = *task.segment->index();
+      args.count = index.draw(group.kv_head, queries_.codes(query), static_cast<const char*>(args.rows), scratch);
       args.ids = scratch.ids.data();
-      args.inclusion =
-          task.segment->index()->inclusion(group.kv_head, queries_.values(query), queries_.inv_norm(query));
-      if (result_.timing) drawn = now();
+      args.inclusion = index.inclusion(group.kv_head, queries_.values(query), queries_.inv_norm(query));
+      drawn = watch.seconds();
     }
     k_.attend[geometry_.type](args, states_.data() + task.state);
     rows_of_task_[&task - tasks_.data()] = args.count;
-    if (result_.timing) {
-      draw_ns_ += static_cast<int64_t>((drawn - start) * 1e9);
-      attend_ns_ += static_cast<int64_t>((now() - drawn) * 1e9);
-    }
+    draw_ns_ += static_cast<int64_t>(drawn * 1e9);
+    attend_ns_ += static_cast<int64_t>((watch.seconds() - drawn) * 1e9);
   }
 
   void merge(const Group& group) {
@@ -238,9 +174,9 @@ class Call {
 
 }  // namespace
 
-void attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
-            RowType type, float scale, bool exact, const AttendResult& result) {
-  Call(geometry, batch, queries, type, scale, exact, result).run();
+Timing attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch,
+              const char* queries, RowType type, float scale, bool exact, const AttendResult& result) {
+  return Call(geometry, batch, queries, type, scale, exact, result).run();
 }
 
 std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments, const char* queries, RowType type) {

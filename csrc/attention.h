@@ -9,22 +9,21 @@
 
 namespace magicpig {
 
-// Seconds that all threads together spent; for the benchmark.
-struct Timing {
-  double draw = 0, attend = 0;
-};
-
 struct AttendResult {
   float* out;          // [batch, num_heads, head_dim]
   float* lse;          // [batch, num_heads], natural logarithm; -inf (and zeros in out) for an empty context
   int64_t* rows_read;  // [batch, num_heads]
-  Timing* timing;      // may be null
+};
+
+// Seconds that all threads together spent on drawing rows and on attention over them.
+struct Timing {
+  double draw, attend;
 };
 
 // queries: [batch, num_heads, head_dim] dense, of the given type. `exact`: read every row, whatever index there is.
 // std::invalid_argument when queries hold NaN, infinity or too large a norm.
-void attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
-            RowType type, float scale, bool exact, const AttendResult& result);
+Timing attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch,
+              const char* queries, RowType type, float scale, bool exact, const AttendResult& result);
 
 // The rows that attend would read for each head of one sequence, in ascending order, and their log inclusion
 // probabilities.

@@ -91,7 +91,7 @@ bool same(const Geometry& a, const Geometry& b) {
 
 std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch, const Array& queries, float scale,
                                        bool exact, const Out<float, 3>& out, const Out<float, 2>& lse,
-                                       const Out<int64_t, 2>& rows_read, bool timed) {
+                                       const Out<int64_t, 2>& rows_read) {
   if (batch.empty()) refuse("kvs must not be empty");
   const Geometry& geometry = batch[0]->geometry();
   for (const LayerKV* kv : batch)
@@ -103,12 +103,11 @@ std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch,
   }
   const char* data = query_data(queries, size, geometry);
   const RowType type = type_of(queries, "queries");
-  Timing timing;
   nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
   for (const LayerKV* kv : batch) snapshots.push_back(kv->segments());
-  attend(geometry, snapshots, data, type, scale, exact,
-         {out.data(), lse.data(), rows_read.data(), timed ? &timing : nullptr});
+  const Timing timing =
+      attend(geometry, snapshots, data, type, scale, exact, {out.data(), lse.data(), rows_read.data()});
   return {timing.draw, timing.attend};
 }
 
@@ -196,6 +195,18 @@ NB_MODULE(_native, m) {
                      for (const auto& segment : *kv.segments()) sizes.push_back(segment->num_tokens());
                      return sizes;
                    })
+      .def_prop_ro(
+          "build_seconds",
+          [](const LayerKV& kv) {
+            double rows = 0, hash = 0, sort = 0;
+            for (const auto& segment : *kv.segments()) {
+              rows += segment->row_seconds();
+              if (segment->index()) hash += segment->index()->hash_seconds();
+              if (segment->index()) sort += segment->index()->sort_seconds();
+            }
+            return std::make_tuple(rows, hash, sort);
+          },
+          "Seconds it took to copy the rows, hash the keys and sort them into tables, over the segments there are.")
       .def("segment_codes", &segment_codes, "segment"_a, "kv_head"_a,
            "Buckets [tokens, num_tables] of a segment's keys, read back from its tables; for tests.")
       .def_prop_ro(
@@ -211,8 +222,8 @@ NB_MODULE(_native, m) {
           "Bytes of rows and of the index.");
 
   m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "exact"_a, "out"_a.noconvert(),
-        "lse"_a.noconvert(), "rows_read"_a.noconvert(), "timed"_a = false,
-        "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention when timed.");
+        "lse"_a.noconvert(), "rows_read"_a.noconvert(),
+        "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");
 
   m.def("isa", [] { return std::string(kernels().name); });

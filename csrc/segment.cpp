@@ -6,6 +6,7 @@
 #include <string>
 
 #include "dispatch.h"
+#include "stopwatch.h"
 #include "threads.h"
 
 namespace magicpig {
@@ -29,6 +30,7 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
       num_kv_heads_(geometry.num_kv_heads),
       row_bytes_(geometry.row_bytes()),
       rows_(num_kv_heads_ * count * row_bytes_) {
+  const Stopwatch watch;
   const size_t old = magicpig::num_tokens(source.segments);
   const uint32_t copied = first < old ? static_cast<uint32_t>(std::min<size_t>(count, old - first)) : 0;
   if (copied) copy(source.segments, first, copied);
@@ -36,6 +38,7 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
     pack(geometry, source.keys, 0, first + copied - old, copied);
     pack(geometry, source.values, row_bytes_ / 2, first + copied - old, copied);
   }
+  row_seconds_ = watch.seconds();
   if (geometry.lsh && count >= geometry.exact_below) {
     index_ = std::make_unique<Tables>(kernels(), geometry.lsh, geometry.type, num_kv_heads_, count, rows_.data());
   }

@@ -51,6 +51,7 @@ class Segment {
   uint32_t num_tokens() const { return num_tokens_; }
   const char* rows(uint32_t kv_head) const { return rows_.data() + size_t{kv_head} * num_tokens_ * row_bytes_; }
   const Tables* index() const { return index_.get(); }  // null: read the rows whole
+  double row_seconds() const { return row_seconds_; }   // the time it took to copy the rows
   size_t row_nbytes() const { return rows_.size(); }
   size_t index_nbytes() const { return index_ ? index_->nbytes() : 0; }
 
@@ -62,6 +63,7 @@ class Segment {
   size_t row_bytes_;
   Buffer rows_;  // [num_kv_heads, num_tokens, 2 * dim]
   std::unique_ptr<const Tables> index_;
+  double row_seconds_ = 0;
 };
 
 }  // namespace magicpig

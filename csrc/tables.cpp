@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "dot.h"
+#include "stopwatch.h"
 #include "threads.h"
 
 namespace magicpig {
@@ -39,10 +41,10 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
   const uint32_t dim = lsh_->dim;
   for (uint32_t head = 0; head < num_kv_heads; ++head) {
     const char* keys = rows + head * num_tokens * row_bytes_;
+    const Stopwatch hashing;
     compute_mean(kernels, type, keys, mean(head));
-    double squares = 0;
-    for (uint32_t d = 0; d < dim; ++d) squares += double{mean(head)[d]} * mean(head)[d];
-    const float tolerance = std::max(1e-30f, kAtMean * static_cast<float>(std::sqrt(squares)));
+    const double mean_norm = std::sqrt(dot(mean(head), mean(head), dim));
+    const float tolerance = std::max(1e-30f, kAtMean * static_cast<float>(mean_norm));
     parallel_for((num_tokens + kHashChunk - 1) / kHashChunk, [&](size_t part) {
       const size_t first = part * kHashChunk, count = std::min(kHashChunk, num_tokens - first);
       static thread_local std::vector<float> scratch;
@@ -53,7 +55,10 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
       kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens,
                    scratch.data());
     });
+    hash_seconds_ += hashing.seconds();
+    const Stopwatch sorting;
     parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(bits, head, static_cast<uint32_t>(table)); });
+    sort_seconds_ += sorting.seconds();
   }
 }
 
@@ -144,9 +149,7 @@ size_t Tables::count(uint32_t kv_head, const uint16_t* codes, const char* rows, 
 }
 
 Inclusion Tables::inclusion(uint32_t kv_head, const float* query, float inv_query_norm) const {
-  const float* centre = mean(kv_head);
-  double product = 0;
-  for (uint32_t d = 0; d < lsh_->dim; ++d) product += double{query[d]} * centre[d];
+  const double product = dot(query, mean(kv_head), lsh_->dim);
   return {lsh_->log_u.data(), inv_norms(kv_head), static_cast<float>(product), inv_query_norm};
 }
 

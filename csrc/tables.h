@@ -37,6 +37,10 @@ class Tables {
   // The bucket of every row in every table, read back from the tables: [num_tokens, num_tables]. For tests and study.
   std::vector<int32_t> codes(uint32_t kv_head) const;
 
+  // How long the two steps of the build took, in seconds of wall-clock time.
+  double hash_seconds() const { return hash_seconds_; }
+  double sort_seconds() const { return sort_seconds_; }
+
   size_t nbytes() const { return memory_.size(); }
 
  private:
@@ -64,6 +68,7 @@ class Tables {
   // [dim].
   size_t offsets_at_, norms_at_, mean_at_, head_bytes_;
   Buffer memory_;
+  double hash_seconds_ = 0, sort_seconds_ = 0;
 };
 
 }  // namespace magicpig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_errors import run_python
+from tests.processes import run_python
 
 ROOT = Path(__file__).parent.parent
 

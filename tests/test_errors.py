@@ -1,14 +1,13 @@
-"""What callers get wrong is refused before any work is done, by name, and leaves the object usable."""
+"""What callers get wrong is refused by name, before any work, and leaves the object usable."""
 
-import subprocess
-import sys
-import textwrap
+import re
 
 import pytest
 import torch
 
 import magicpig
 from magicpig import LayerKV, LSHConfig
+from tests.processes import run_python
 
 KEYS = torch.randn(2, 10, 16)
 QUERIES = torch.randn(4, 16)
@@ -128,21 +127,10 @@ def test_isa_and_threads():
         magicpig.set_isa("sse9")
     with pytest.raises(TypeError, match="name"):
         magicpig.set_isa(512)
-    with pytest.raises(ValueError, match="count.*0"):
+    with pytest.raises(ValueError, match=r"count.*0"):
         magicpig.set_num_threads(0)
     with pytest.raises(TypeError, match="count"):
         magicpig.set_num_threads("two")
-
-
-def run_python(code, **environment):
-    import os
-
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
 
 
 @pytest.mark.parametrize(
@@ -158,8 +146,6 @@ def test_the_environment_is_checked_at_first_use(environment, message):
     result = run_python(code, **environment)
     assert result.stdout == "imported\n"
     assert result.returncode == 1
-    import re
-
     assert re.search(message, result.stderr)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import magicpig
 from magicpig import LayerKV, LSHConfig
-from tests.test_errors import run_python
+from tests.processes import run_python
 
 
 def test_many_threads_attend_while_another_forks_and_appends():

@@ -88,7 +88,7 @@ Result run(const LayerKV& kv, const Context& context, bool exact) {
   Result result{std::vector<float>(g.num_heads * g.head_dim, NAN), std::vector<float>(g.num_heads, NAN),
                 std::vector<int64_t>(g.num_heads, -1)};
   attend(g, {kv.segments()}, context.query_bytes(), kF32, 0.25f, exact,
-         {result.out.data(), result.lse.data(), result.rows.data(), nullptr});
+         {result.out.data(), result.lse.data(), result.rows.data()});
   return result;
 }
 

@@ -25,6 +25,12 @@ class LayerKV:
     @property
     def segment_sizes(self) -> list[int]: ...
 
+    @property
+    def build_seconds(self) -> tuple[float, float, float]:
+        """
+        Seconds it took to copy the rows, hash the keys and sort them into tables, over the segments there are.
+        """
+
     def segment_codes(self, segment: int, kv_head: int) -> Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None))]:
         """
         Buckets [tokens, num_tables] of a segment's keys, read back from its tables; for tests.
@@ -34,9 +40,9 @@ class LayerKV:
     def nbytes(self) -> tuple[int, int]:
         """Bytes of rows and of the index."""
 
-def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], timed: bool = False) -> tuple[float, float]:
+def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float]:
     """
-    Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention when timed.
+    Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention.
     """
 
 def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:

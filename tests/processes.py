@@ -1,0 +1,15 @@
+"""Running code in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
