@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint unit sanitize bench format stub clean
+.PHONY: demo test lint unit sanitize neon bench format stub clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built
@@ -25,6 +25,14 @@ lint: $(VENV)/.built
 # The native tests, once with the address and undefined-behaviour sanitizers and once with the thread sanitizer.
 sanitize: $(VENV)/.built
 	PATH="$(abspath $(BIN)):$$PATH" sh csrc/tests/sanitize.sh
+
+# The native tests on ARM64, in emulation. Needs aarch64-linux-gnu-g++ and qemu-aarch64-static.
+neon: $(VENV)/.built
+	$(BIN)/cmake -S . -B build/neon -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCMAKE_SYSTEM_NAME=Linux \
+		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
+		-DMAGICPIG_PYTHON=OFF -DMAGICPIG_TESTS=ON
+	$(BIN)/ninja -C build/neon
+	qemu-aarch64-static build/neon/native_test
 
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)

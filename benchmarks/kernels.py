@@ -1,8 +1,8 @@
-"""The native core against the machine's roofs: dense and sampled attend, append, and how cost grows.
+"""The native core against the machine's roofs: dense and sampled attend, append, growth.
 
-Llama-3.1-8B geometry (32/8 heads, head_dim 128, bfloat16), Gaussian keys and queries. Queries rotate
-over 16 sets, so that no cache holds what the next call reads. Times are medians; ratios come from
-one run.
+Llama-3.1-8B geometry (32/8 heads, head_dim 128, bfloat16), Gaussian keys and queries. Queries
+rotate over 16 sets, so that no cache holds what the next call reads. Times are medians; ratios come
+from one run.
 """
 
 from __future__ import annotations
@@ -113,10 +113,12 @@ def time_attend(kvs: list[LayerKV], exact: bool, seconds: float, roofs: Roofs) -
 
     def once(queries: torch.Tensor) -> tuple[float, float, float, int]:
         start = time.perf_counter()
-        draw, attend = _native.attend(natives, queries, DIM**-0.5, exact, out, lse, rows)
+        draw, attend, _ = _native.attend(natives, queries, DIM**-0.5, exact, out, lse, rows)
         return time.perf_counter() - start, draw, attend, int(rows.sum())
 
-    samples = [once(queries) for queries in sets][:0]  # a first round warms up
+    for queries in sets:  # warms up
+        once(queries)
+    samples: list[tuple[float, float, float, int]] = []
     begin = time.perf_counter()
     while len(samples) < QUERY_SETS or time.perf_counter() - begin < seconds:
         samples += [once(queries) for queries in sets]

@@ -13,8 +13,26 @@ namespace magicpig {
 
 namespace {
 
-constexpr size_t kMaxExactRows = 4096;  // rows of one exact task
-constexpr size_t kMinExactRows = 256;
+constexpr size_t kExactRows = 2048;  // of one exact task; fixed, so that results depend on neither threads nor batch
+
+// One query head over a segment's rows, none of them chosen yet.
+RowsArgs rows_args(const Geometry& geometry, const Segment& segment, uint32_t kv_head, const PreparedQueries& queries,
+                   size_t query) {
+  RowsArgs args = {};
+  args.rows = segment.rows(kv_head);
+  args.dim = geometry.dim();
+  args.num_heads = 1;
+  args.queries = queries.view(query);
+  return args;
+}
+
+// Chooses the rows that the index draws; they stay in `scratch`.
+void draw_rows(const Tables& index, uint32_t kv_head, const PreparedQueries& queries, size_t query,
+               Tables::Scratch& scratch, RowsArgs& args) {
+  args.count = index.draw(kv_head, queries.codes(query), static_cast<const char*>(args.rows), scratch);
+  args.ids = scratch.ids.data();
+  args.inclusion = index.inclusion(kv_head, queries.values(query), queries.inv_norm(query));
+}
 
 // Rows of one segment for one query head (drawn from its index) or for all heads of a group (a range, exactly).
 struct Task {
@@ -67,9 +85,6 @@ class Call {
   }
 
   void plan(const std::vector<std::shared_ptr<const SegmentList>>& batch, bool exact) {
-    size_t rows = 0;
-    for (const auto& segments : batch) rows += num_tokens(*segments) * geometry_.num_kv_heads;
-    const size_t step = std::min(kMaxExactRows, std::max(kMinExactRows, rows / (8 * num_threads())));
     const uint32_t group_size = geometry_.group();
     size_t num_states = 0;
     groups_ = std::vector<Group>(batch.size() * geometry_.num_kv_heads);
@@ -85,8 +100,8 @@ class Call {
           }
           continue;
         }
-        for (size_t first = 0; first < segment->num_tokens(); first += step, num_states += group_size) {
-          const size_t count = std::min<size_t>(step, segment->num_tokens() - first);
+        for (size_t first = 0; first < segment->num_tokens(); first += kExactRows, num_states += group_size) {
+          const size_t count = std::min(kExactRows, segment->num_tokens() - first);
           tasks_.push_back({segment.get(), group.kv_head * group_size, group_size, static_cast<uint32_t>(first),
                             static_cast<uint32_t>(count), false, num_states});
         }
@@ -104,22 +119,18 @@ class Call {
 
   void attend_task(const Group& group, Task& task) {
     const size_t query = group.sequence * geometry_.num_heads + task.head;
-    RowsArgs args = {};
-    args.rows = task.segment->rows(group.kv_head) + task.first * geometry_.row_bytes();
-    args.count = task.count;
-    args.dim = geometry_.dim();
-    args.num_heads = task.num_heads;
-    args.queries = queries_.view(query);
+    RowsArgs args = rows_args(geometry_, *task.segment, group.kv_head, queries_, query);
     args.scale = scale_;
     const Stopwatch watch;
     double drawn = 0;
     if (task.drawn) {
       static thread_local Tables::Scratch scratch;
-      const Tables& index = *task.segment->index();
-      args.count = index.draw(group.kv_head, queries_.codes(query), static_cast<const char*>(args.rows), scratch);
-      args.ids = scratch.ids.data();
-      args.inclusion = index.inclusion(group.kv_head, queries_.values(query), queries_.inv_norm(query));
+      draw_rows(*task.segment->index(), group.kv_head, queries_, query, scratch, args);
       drawn = watch.seconds();
+    } else {
+      args.rows = static_cast<const char*>(args.rows) + task.first * geometry_.row_bytes();
+      args.count = task.count;
+      args.num_heads = task.num_heads;
     }
     k_.attend[geometry_.type](args, states_.data() + task.state);
     rows_of_task_[&task - tasks_.data()] = args.count;
@@ -190,14 +201,8 @@ std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments
     int32_t start = 0;
     for (const auto& segment : segments) {
       if (const Tables* index = segment->index()) {
-        RowsArgs args = {};
-        args.rows = segment->rows(kv_head);
-        args.count = index->draw(kv_head, prepared.codes(head), segment->rows(kv_head), scratch);
-        args.ids = scratch.ids.data();
-        args.dim = geometry.dim();
-        args.num_heads = 1;
-        args.queries = prepared.view(head);
-        args.inclusion = index->inclusion(kv_head, prepared.values(head), prepared.inv_norm(head));
+        RowsArgs args = rows_args(geometry, *segment, kv_head, prepared, head);
+        draw_rows(*index, kv_head, prepared, head, scratch, args);
         std::sort(scratch.ids.begin(), scratch.ids.begin() + args.count);
         const size_t at = sample.rows.size();
         sample.rows.resize(at + args.count);

@@ -89,10 +89,12 @@ bool same(const Geometry& a, const Geometry& b) {
          a.type == b.type && (a.lsh == b.lsh || (a.lsh && b.lsh && *a.lsh == *b.lsh));
 }
 
-std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch, const Array& queries, float scale,
-                                       bool exact, const Out<float, 3>& out, const Out<float, 2>& lse,
-                                       const Out<int64_t, 2>& rows_read) {
+std::tuple<double, double, std::vector<size_t>> attend_batch(const std::vector<const LayerKV*>& batch,
+                                                             const Array& queries, float scale, bool exact,
+                                                             const Out<float, 3>& out, const Out<float, 2>& lse,
+                                                             const Out<int64_t, 2>& rows_read) {
   if (batch.empty()) refuse("kvs must not be empty");
+  if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   const Geometry& geometry = batch[0]->geometry();
   for (const LayerKV* kv : batch)
     if (!same(geometry, kv->geometry())) refuse("kvs must agree in heads, head_dim, dtype and index");
@@ -108,7 +110,9 @@ std::pair<double, double> attend_batch(const std::vector<const LayerKV*>& batch,
   for (const LayerKV* kv : batch) snapshots.push_back(kv->segments());
   const Timing timing =
       attend(geometry, snapshots, data, type, scale, exact, {out.data(), lse.data(), rows_read.data()});
-  return {timing.draw, timing.attend};
+  std::vector<size_t> tokens;
+  for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
+  return {timing.draw, timing.attend, tokens};
 }
 
 std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries) {
@@ -162,6 +166,7 @@ RowType type_named(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // configurations stay cached until the interpreter is gone
   m.doc() = "Native core of magicpig. Use it through the magicpig package.";
 
   nb::class_<Lsh>(m, "Lsh")
@@ -223,7 +228,8 @@ NB_MODULE(_native, m) {
 
   m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "exact"_a, "out"_a.noconvert(),
         "lse"_a.noconvert(), "rows_read"_a.noconvert(),
-        "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention.");
+        "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention, and the tokens of each "
+        "kv.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");
 
   m.def("isa", [] { return std::string(kernels().name); });

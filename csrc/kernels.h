@@ -23,8 +23,10 @@ enum RowType { kBF16 = 0, kF16 = 1, kF32 = 2, kNumRowTypes = 3 };
 constexpr uint32_t kChunk = 16;
 constexpr uint32_t kMaxDim = 256;
 
-// Keys and values of a token lie side by side: `dim` key elements, then `dim` value elements (dim is the padded one).
-// A squared norm above this is refused, so that no dot product of two accepted vectors can leave the range of float32.
+// A squared norm above this is refused. With a scale of kMaxScale at most, no score of two accepted vectors can then
+// leave the range of float32. Vectors shorter than kMinNorm have no direction: their products may be lost to underflow.
+constexpr float kMaxScale = 100;
+constexpr float kMinNorm = 1e-12f;
 constexpr float kMaxSquaredNorm = 1e36f;
 
 // Intervals of the table of log u over angle / pi in [0, 1]; it has one entry more, and a copy of the last behind it.
@@ -38,7 +40,8 @@ struct Queries {
   const bf16* lo;
 };
 
-// How a sampled row's logit is corrected: logit = scale q.k - log u(angle(q, k - mean)). Null log_u: rows are exact.
+// How a sampled row's logit is corrected: logit = scale q.k - log u(angle(q, k - mean)), with log u = 0 for a key at
+// the mean. Null log_u: rows are exact.
 struct Inclusion {
   const float* log_u;      // [kLogUIntervals + 2]
   const float* inv_norms;  // 1 / |k - mean| per row of the segment, 0 for a key at the mean
@@ -47,7 +50,7 @@ struct Inclusion {
 };
 
 struct RowsArgs {
-  const void* rows;     // [*, 2 * dim] of the row type
+  const void* rows;     // [*, 2 * dim] of the row type: a token's key, then its value
   const uint16_t* ids;  // rows to read, or null for rows 0 .. count-1
   size_t count;
   uint32_t dim;

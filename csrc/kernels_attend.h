@@ -67,7 +67,7 @@ inline void to_weights(const RowsArgs& args, const Block<T>& block, float* score
 
 template <class T, int H>
 inline void attend_block(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states,
-                         Ahead& ahead) {
+                         Ahead<T>& ahead) {
   alignas(64) float scores[H][kBlock];
   alignas(64) typename Products<T>::Weight weights[H][kBlock];
   const size_t at = static_cast<size_t>(head) * args.dim;
@@ -81,7 +81,7 @@ inline void attend_block(const RowsArgs& args, const Block<T>& block, uint32_t h
 
 template <class T>
 inline void attend_heads(const RowsArgs& args, const Block<T>& block, uint32_t head, PartialState* states,
-                         Ahead& ahead) {
+                         Ahead<T>& ahead) {
   if constexpr (kHeadTile > 1) {
     switch (args.num_heads - head) {
       case 1:
@@ -115,8 +115,8 @@ void attend(const RowsArgs& args, PartialState* states) {
       next.valid = 0;
     }
     const size_t row_bytes = 2 * args.dim * sizeof(T);
-    Ahead ahead =
-        args.ids ? Ahead(next.rows, next.valid, row_bytes) : Ahead(next.rows, next.valid > 0, next.valid * row_bytes);
+    Ahead<T> ahead = args.ids ? Ahead<T>(next.rows, next.valid, row_bytes)
+                              : Ahead<T>(next.rows, next.valid > 0, next.valid * row_bytes);
     for (uint32_t head = 0; head < args.num_heads; head += kHeadTile)
       attend_heads<T>(args, blocks[turn], head, states, ahead);
     ahead.finish();
@@ -132,7 +132,7 @@ void log_inclusion_of_rows(const RowsArgs& args, float* log_u) {
   Block<T> block;
   for (size_t first = 0; first < args.count; first += kBlock) {
     fill<T>(args, first, block);
-    Ahead ahead = {block.rows, 0, 0};
+    Ahead<T> ahead = {block.rows, 0, 0};
     alignas(64) float scores[1][kBlock] = {};
     Products<T>::template dots<1>(block.rows, block.padded, args.dim, args.queries, scores, ahead);
     for (int i = 0; i < block.valid; i += kChunk) {

@@ -28,7 +28,7 @@ struct Products<bf16> {
 
   template <int H>
   static void dots(const bf16* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock],
-                   Ahead& ahead) {
+                   Ahead<bf16>& ahead) {
     if (queries.lo) {
       dots_parts<H, true>(rows, count, dim, queries, scores, ahead);
     } else {
@@ -45,7 +45,7 @@ struct Products<bf16> {
   // right.
   template <int H>
   static void accumulate(const bf16* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock],
-                         PartialState* states, Ahead& ahead) {
+                         PartialState* states, Ahead<bf16>& ahead) {
     uint32_t c = 0;
     for (; c + 64 <= dim; c += 64) chunks<H, 2>(rows, count, dim, c, weights, states, ahead);
     for (; c < dim; c += 32) chunks<H, 1>(rows, count, dim, c, weights, states, ahead);
@@ -64,7 +64,7 @@ struct Products<bf16> {
  private:
   template <int H, bool kLow>
   static void dots_parts(const bf16* const* rows, int count, uint32_t dim, const Queries& queries,
-                         float (*scores)[kBlock], Ahead& ahead) {
+                         float (*scores)[kBlock], Ahead<bf16>& ahead) {
     for (int r = 0; r < count; r += 4) {
       PairAcc acc[4][H];
       for (int i = 0; i < 4; ++i)
@@ -80,7 +80,7 @@ struct Products<bf16> {
             for (int i = 0; i < 4; ++i) acc[i][h] = dot2(acc[i][h], key[i], query);
           }
         }
-        ahead.step<kLines>();
+        ahead.step(kLines);
       }
       for (int h = 0; h < H; ++h) sum4(acc[0][h], acc[1][h], acc[2][h], acc[3][h], scores[h] + r);
     }
@@ -88,7 +88,7 @@ struct Products<bf16> {
 
   template <int H, int C>
   static void chunks(const bf16* const* rows, int count, uint32_t dim, uint32_t offset, const Weight (*weights)[kBlock],
-                     PartialState* states, Ahead& ahead) {
+                     PartialState* states, Ahead<bf16>& ahead) {
     PairAcc acc[H][C][2];
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c)
@@ -105,7 +105,7 @@ struct Products<bf16> {
           acc[h][c][1] = dot2(acc[h][c][1], high, weight);
         }
       }
-      ahead.step<kLines>();
+      ahead.step(kLines);
     }
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c)

@@ -34,16 +34,16 @@ inline vec angle_over_pi(vec x) {
   return select_less(x, zero(), sub(set1(1.0f), t), t);
 }
 
-// log u of sixteen rows from their raw products q.k.
+// log u of sixteen rows from their raw products q.k; 0 for keys at the mean, which are always drawn.
 inline vec log_inclusion(const Inclusion& inclusion, vec products, const uint16_t* ids) {
-  vec inv_norms = mul(lookup(inclusion.inv_norms, ids), set1(inclusion.inv_query_norm));
-  vec cosine = mul(sub(products, set1(inclusion.query_dot_mean)), inv_norms);
+  vec inv_norms = lookup(inclusion.inv_norms, ids);
+  vec cosine = mul(sub(products, set1(inclusion.query_dot_mean)), mul(inv_norms, set1(inclusion.inv_query_norm)));
   cosine = min(max(cosine, set1(-1.0f)), set1(1.0f));
   vec t = mul(angle_over_pi(cosine), set1(static_cast<float>(kLogUIntervals)));
   vec left = floor(t);
   vec low = lookup(inclusion.log_u, left);
   vec high = lookup(inclusion.log_u + 1, left);
-  return fma(sub(t, left), sub(high, low), low);
+  return select_less(zero(), inv_norms, fma(sub(t, left), sub(high, low), low), zero());
 }
 
 constexpr int kBlock = 32;  // rows taken together; a multiple of 16
@@ -51,29 +51,26 @@ constexpr int kBlock = 32;  // rows taken together; a multiple of 16
 // Rows whose memory is asked for while others are computed with: a few cache lines at a time, so that the requests
 // neither queue up nor run dry. They go to the second-level cache; the first has too few miss buffers to keep memory
 // busy.
+template <class T>
 struct Ahead {
-  template <class T>
-  Ahead(const T* const* rows, int count, size_t row_bytes)
-      : rows_(reinterpret_cast<const char* const*>(rows)), end_(rows_ + count), row_bytes_(row_bytes) {}
+  Ahead(const T* const* rows, int count, size_t row_bytes) : rows_(rows), end_(rows + count), row_bytes_(row_bytes) {}
 
-  template <int kLines>
-  void step() {
+  void step(int lines) {
     if (rows_ == end_) return;
-    const char* line = *rows_ + byte_;
-    for (int i = 0; i < kLines; ++i)
-      __builtin_prefetch(line + 64 * i, 0, 2);  // past a row's end now and then: harmless
-    byte_ += 64 * kLines;
+    const char* line = reinterpret_cast<const char*>(*rows_) + byte_;
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(line + 64 * i, 0, 2);  // past a row's end now and then: harmless
+    byte_ += 64 * lines;
     if (byte_ >= row_bytes_) {
       byte_ = 0;
       ++rows_;
     }
   }
   void finish() {
-    while (rows_ != end_) step<4>();
+    while (rows_ != end_) step(4);
   }
 
  private:
-  const char *const *rows_, *const *end_;
+  const T *const *rows_, *const *end_;
   size_t row_bytes_, byte_ = 0;
 };
 
@@ -85,7 +82,7 @@ struct Products {
   // scores[h][r] = q_h . key_r for r < count, a multiple of 4.
   template <int H>
   static void dots(const T* const* rows, int count, uint32_t dim, const Queries& queries, float (*scores)[kBlock],
-                   Ahead& ahead) {
+                   Ahead<T>& ahead) {
     for (int r = 0; r < count; r += 4) {
       vec acc[4][H];
       for (int i = 0; i < 4; ++i)
@@ -97,7 +94,7 @@ struct Products {
           vec key = load(rows[r + i] + c);
           for (int h = 0; h < H; ++h) acc[i][h] = fma(key, query[h], acc[i][h]);
         }
-        ahead.step<2>();
+        ahead.step(2);
       }
       for (int h = 0; h < H; ++h) sum4(acc[0][h], acc[1][h], acc[2][h], acc[3][h], scores[h] + r);
     }
@@ -112,7 +109,7 @@ struct Products {
   // out_h += sum_r weights[h][r] value_r.
   template <int H>
   static void accumulate(const T* const* rows, int count, uint32_t dim, const Weight (*weights)[kBlock],
-                         PartialState* states, Ahead& ahead) {
+                         PartialState* states, Ahead<T>& ahead) {
     uint32_t c = 0;
     for (; c + 4 * kChunk <= dim; c += 4 * kChunk) chunks<H, 4>(rows, count, dim, c, weights, states, ahead);
     for (; c < dim; c += kChunk) chunks<H, 1>(rows, count, dim, c, weights, states, ahead);
@@ -123,7 +120,7 @@ struct Products {
  private:
   template <int H, int C>
   static void chunks(const T* const* rows, int count, uint32_t dim, uint32_t offset, const Weight (*weights)[kBlock],
-                     PartialState* states, Ahead& ahead) {
+                     PartialState* states, Ahead<T>& ahead) {
     vec acc[H][C];
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c) acc[h][c] = load(states[h].out + offset + c * kChunk);
@@ -135,7 +132,7 @@ struct Products {
         vec v = load(value + c * kChunk);
         for (int h = 0; h < H; ++h) acc[h][c] = fma(v, weight[h], acc[h][c]);
       }
-      ahead.step<2>();
+      ahead.step(2);
     }
     for (int h = 0; h < H; ++h)
       for (int c = 0; c < C; ++c) store(states[h].out + offset + c * kChunk, acc[h][c]);

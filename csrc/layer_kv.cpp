@@ -8,9 +8,9 @@ namespace magicpig {
 
 namespace {
 
-// When this many segments of about one size stand at the end of the list they become one. A token is then copied, and
-// if its segment has an index hashed, once per power of kFanout: log(65,536) / log(4) = 8 times at most, however long
-// the list.
+// When this many segments of about one size (one power of kFanout) stand at the end of the list they become one. So the
+// list stays short, and a token is copied, and hashed where its segment has an index, a few times per power:
+// log(length) times in all, eight powers at most.
 constexpr uint32_t kFanout = 4;
 
 uint32_t size_class(size_t tokens) {
@@ -45,6 +45,27 @@ void require(bool fine, const std::string& message) {
   if (!fine) throw std::invalid_argument(message);
 }
 
+// The list with `count` tokens more. All rows are checked and copied before the first is indexed.
+std::shared_ptr<const SegmentList> extended(const Geometry& geometry, const SegmentList& old, const TensorView& keys,
+                                            const TensorView& values, size_t count) {
+  require(num_tokens(old) + count <= INT32_MAX, "keys would make the sequence longer than 2,147,483,647 tokens");
+  std::vector<size_t> sizes;
+  for (const auto& segment : old) sizes.push_back(segment->num_tokens());
+  add_pieces(count, sizes);
+  const size_t kept = merge_small(old.size(), sizes);
+
+  const Source source = {SegmentList(old.begin() + kept, old.end()), keys, values};
+  std::vector<std::shared_ptr<Segment>> fresh;
+  size_t first = 0;
+  for (size_t i = kept; i < sizes.size(); first += sizes[i++]) {
+    fresh.push_back(std::make_shared<Segment>(geometry, source, first, static_cast<uint32_t>(sizes[i])));
+  }
+  for (const auto& segment : fresh) segment->build_index(geometry);
+  auto list = std::make_shared<SegmentList>(old.begin(), old.begin() + kept);
+  list->insert(list->end(), fresh.begin(), fresh.end());
+  return list;
+}
+
 }  // namespace
 
 LayerKV::LayerKV(Geometry geometry) : geometry_(std::move(geometry)), list_(std::make_shared<SegmentList>()) {
@@ -59,29 +80,21 @@ LayerKV::LayerKV(Geometry geometry) : geometry_(std::move(geometry)), list_(std:
 }
 
 std::shared_ptr<const SegmentList> LayerKV::segments() const {
-  std::lock_guard<std::mutex> lock(list_mutex_);
+  std::lock_guard<std::mutex> lock(mutex_);
   return list_;
 }
 
 void LayerKV::append(const TensorView& keys, const TensorView& values, size_t count) {
   if (count == 0) return;
-  std::lock_guard<std::mutex> one_at_a_time(append_mutex_);
-  const std::shared_ptr<const SegmentList> old = segments();
-  require(num_tokens(*old) + count <= INT32_MAX, "keys would make the sequence longer than 2,147,483,647 tokens");
-
-  std::vector<size_t> sizes;
-  for (const auto& segment : *old) sizes.push_back(segment->num_tokens());
-  add_pieces(count, sizes);
-  const size_t kept = merge_small(old->size(), sizes);
-
-  auto list = std::make_shared<SegmentList>(old->begin(), old->begin() + kept);
-  const Source source = {SegmentList(old->begin() + kept, old->end()), keys, values};
-  size_t first = 0;
-  for (size_t i = kept; i < sizes.size(); first += sizes[i++]) {
-    list->push_back(std::make_shared<Segment>(geometry_, source, first, static_cast<uint32_t>(sizes[i])));
+  for (;;) {
+    const std::shared_ptr<const SegmentList> old = segments();
+    std::shared_ptr<const SegmentList> longer = extended(geometry_, *old, keys, values, count);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (list_ == old) {
+      list_ = std::move(longer);
+      return;
+    }
   }
-  std::lock_guard<std::mutex> lock(list_mutex_);
-  list_ = std::move(list);
 }
 
 std::unique_ptr<LayerKV> LayerKV::fork() const {

@@ -9,7 +9,8 @@
 
 namespace magicpig {
 
-// Safe for many threads: readers take a snapshot of the list, appends make a new list and put it in place at the end.
+// Safe for many threads: readers take a snapshot of the list, appends make a new list and put it in place at the end
+// (and begin again if another append was quicker). The lock is held for a pointer's copy only.
 class LayerKV {
  public:
   explicit LayerKV(Geometry geometry);  // std::invalid_argument for a geometry that cannot be
@@ -23,8 +24,7 @@ class LayerKV {
 
  private:
   const Geometry geometry_;
-  std::mutex append_mutex_;  // one append at a time
-  mutable std::mutex list_mutex_;
+  mutable std::mutex mutex_;
   std::shared_ptr<const SegmentList> list_;
 };
 

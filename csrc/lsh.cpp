@@ -53,7 +53,7 @@ Lsh::Lsh(uint32_t bits_per_table_, uint32_t num_tables_, uint32_t min_collisions
       num_tables(in_range(num_tables_, 1, 4096, "num_tables")),
       min_collisions(in_range(min_collisions_, 1, std::min<uint32_t>(num_tables_, 255), "min_collisions")),
       head_dim(in_range(head_dim_, 1, kMaxDim, "head_dim")),
-      dim((head_dim_ + kChunk - 1) / kChunk * kChunk),
+      dim(padded_dim(head_dim_)),
       num_groups((num_tables_ * bits_per_table_ + kChunk - 1) / kChunk) {
   const uint32_t columns = num_tables * bits_per_table;
   panels.resize(static_cast<size_t>(num_groups) * dim * kChunk);

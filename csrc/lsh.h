@@ -8,6 +8,9 @@
 
 namespace magicpig {
 
+inline uint32_t padded_dim(uint32_t head_dim) { return (head_dim + kChunk - 1) / kChunk * kChunk; }
+inline size_t element_bytes(RowType type) { return type == kF32 ? 4 : 2; }
+
 struct Lsh {
   // projection: [head_dim, num_tables * bits_per_table] float32, values that bf16 holds exactly.
   Lsh(uint32_t bits_per_table, uint32_t num_tables, uint32_t min_collisions, uint32_t head_dim,

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -13,34 +13,42 @@ namespace magicpig {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kLarge = size_t{64} << 20;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef MAGICPIG_SANITIZE
 constexpr bool kMapLarge = false;  // from the heap, where the sanitizer sees both ends of a buffer
 #else
 constexpr bool kMapLarge = true;
 #endif
 
-// Linux hands out more memory than it has and kills the process when it is touched; so large requests are compared with
-// what the kernel says is left. Where that is not known (other systems), only the allocation itself can fail.
-bool available(size_t bytes) {
-  std::FILE* file = std::fopen("/proc/meminfo", "r");
-  if (file == nullptr) return true;
+// The number after `label` in a file, or `otherwise`.
+unsigned long long read_number(const char* path, const char* label, unsigned long long otherwise) {
+  std::FILE* file = std::fopen(path, "r");
+  if (file == nullptr) return otherwise;
   char line[128];
-  unsigned long long kilobytes;
-  bool enough = true;
+  const size_t length = std::strlen(label);
   while (std::fgets(line, sizeof line, file)) {
-    if (std::sscanf(line, "MemAvailable: %llu kB", &kilobytes) == 1) enough = bytes / 1024 < kilobytes;
+    unsigned long long number;
+    if (std::strncmp(line, label, length) == 0 && std::sscanf(line + length, "%llu", &number) == 1) otherwise = number;
   }
   std::fclose(file);
-  return enough;
+  return otherwise;
+}
+
+// Linux hands out more memory than it has and kills the process when it is touched; so requests are compared with what
+// the kernel, and the container's limit where there is one, say is left. Elsewhere only the allocation itself can fail.
+bool available(unsigned long long bytes) {
+  constexpr unsigned long long kUnknown = ~0ull;
+  const auto kilobytes = read_number("/proc/meminfo", "MemAvailable:", kUnknown);
+  const auto limit = read_number("/sys/fs/cgroup/memory.max", "", kUnknown);
+  const auto used = read_number("/sys/fs/cgroup/memory.current", "", 0);
+  return bytes / 1024 < kilobytes && (limit == kUnknown || used + bytes < limit);
 }
 
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : size_(bytes) {
   if (bytes == 0) return;
-  if (bytes >= kLarge && !available(bytes)) throw std::bad_alloc();
+  if (bytes >= kHugePage && !available(bytes)) throw std::bad_alloc();
   if (!kMapLarge || bytes < kHugePage) {
     data_ = static_cast<char*>(::operator new(bytes, std::align_val_t{64}));
     return;

@@ -42,9 +42,14 @@ PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometr
   }
   for (size_t i = 0; i < count; ++i) {
     const double norm = std::sqrt(dot(values(i), values(i), dim_));
-    inv_norms_[i] = norm > 0 ? static_cast<float>(std::min(1 / norm, 1e30)) : 0;
+    inv_norms_[i] = norm >= kMinNorm ? static_cast<float>(1 / norm) : 0;
   }
-  if (hashed) codes_ = geometry.lsh->codes(kernels, values_.data(), count);
+  if (!hashed) return;
+  codes_ = geometry.lsh->codes(kernels, values_.data(), count);
+  const uint16_t ones = static_cast<uint16_t>(geometry.lsh->num_buckets() - 1);
+  for (size_t i = 0; i < count; ++i) {  // a query without direction hashes like zero: all bits one
+    if (inv_norms_[i] == 0) std::fill_n(codes_.data() + i * num_tables_, num_tables_, ones);
+  }
 }
 
 }  // namespace magicpig

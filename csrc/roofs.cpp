@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "memory.h"
@@ -64,6 +65,7 @@ double stream_read_roof(size_t bytes, int repeats) {
 }
 
 double gather_read_roof(size_t bytes, size_t row_bytes, int repeats) {
+  if (row_bytes == 0 || bytes < row_bytes) throw std::invalid_argument("bytes must hold at least one row");
   constexpr size_t kRowsPerTask = 2048, kAhead = 12, kTasks = 64;
   const Buffer buffer = touched(bytes);
   std::vector<uint32_t> rows(kTasks * kRowsPerTask + kAhead);

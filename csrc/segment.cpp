@@ -14,7 +14,6 @@ namespace magicpig {
 namespace {
 
 constexpr size_t kPackChunk = 1024;
-constexpr size_t kElementBytes[kNumRowTypes] = {2, 2, 4};
 constexpr const char* kTypeNames[kNumRowTypes] = {"bfloat16", "float16", "float32"};
 
 }  // namespace
@@ -29,7 +28,7 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
     : num_tokens_(count),
       num_kv_heads_(geometry.num_kv_heads),
       row_bytes_(geometry.row_bytes()),
-      rows_(num_kv_heads_ * count * row_bytes_) {
+      rows_(size_t{num_kv_heads_} * count * row_bytes_) {
   const Stopwatch watch;
   const size_t old = magicpig::num_tokens(source.segments);
   const uint32_t copied = first < old ? static_cast<uint32_t>(std::min<size_t>(count, old - first)) : 0;
@@ -39,9 +38,11 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
     pack(geometry, source.values, row_bytes_ / 2, first + copied - old, copied);
   }
   row_seconds_ = watch.seconds();
-  if (geometry.lsh && count >= geometry.exact_below) {
-    index_ = std::make_unique<Tables>(kernels(), geometry.lsh, geometry.type, num_kv_heads_, count, rows_.data());
-  }
+}
+
+void Segment::build_index(const Geometry& geometry) {
+  if (!geometry.lsh || num_tokens_ < geometry.exact_below) return;
+  index_ = std::make_unique<Tables>(kernels(), geometry.lsh, geometry.type, num_kv_heads_, num_tokens_, rows_.data());
 }
 
 void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
@@ -66,7 +67,7 @@ void Segment::pack(const Geometry& geometry, const TensorView& tensor, size_t ha
   parallel_for(num_kv_heads_ * parts, [&](size_t task) {
     const size_t head = task / parts, begin = task % parts * kPackChunk, n = std::min(kPackChunk, count - begin);
     const char* in =
-        tensor.data + (head * tensor.head_stride + (first + begin) * tensor.token_stride) * kElementBytes[tensor.type];
+        tensor.data + (head * tensor.head_stride + (first + begin) * tensor.token_stride) * element_bytes(tensor.type);
     char* out = rows_.data() + (head * num_tokens_ + at + begin) * row_bytes_ + half;
     const size_t bad =
         pack_rows(in, tensor.token_stride, n, geometry.head_dim, out, size_t{2} * geometry.dim(), geometry.dim());

@@ -4,23 +4,11 @@
 #include <memory>
 #include <vector>
 
-#include "lsh.h"
+#include "geometry.h"
 #include "memory.h"
 #include "tables.h"
 
 namespace magicpig {
-
-// What all segments of a layer have in common.
-struct Geometry {
-  uint32_t num_heads, num_kv_heads, head_dim;
-  RowType type;
-  std::shared_ptr<const Lsh> lsh;  // null: rows are always read whole
-  uint32_t exact_below;            // segments shorter than this have no index and are read whole
-
-  uint32_t group() const { return num_heads / num_kv_heads; }
-  uint32_t dim() const { return (head_dim + kChunk - 1) / kChunk * kChunk; }
-  size_t row_bytes() const { return size_t{2} * dim() * (type == kF32 ? 4 : 2); }
-};
 
 // Someone else's [num_kv_heads, tokens, head_dim] array; the innermost dimension is dense, strides count elements.
 struct TensorView {
@@ -47,6 +35,9 @@ class Segment {
   // Copies tokens first .. first + count - 1 of the source and indexes them. std::invalid_argument for NaN, infinity or
   // a norm beyond what attention can take.
   Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count);
+
+  // Called once, before anyone else sees the segment.
+  void build_index(const Geometry& geometry);
 
   uint32_t num_tokens() const { return num_tokens_; }
   const char* rows(uint32_t kv_head) const { return rows_.data() + size_t{kv_head} * num_tokens_ * row_bytes_; }

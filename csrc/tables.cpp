@@ -21,7 +21,8 @@ constexpr uint32_t kAhead = 12;     // tables whose buckets are being fetched wh
 // first.
 constexpr size_t kEarlyBytes = size_t{512} << 10;
 
-// A key this near the mean, relative to the mean's norm, has no direction that float32 could tell from rounding.
+// A key this near the mean, relative to the mean's norm, has no direction that float32 could tell from rounding. Such
+// keys are always drawn: their angle to a query means nothing.
 constexpr float kAtMean = 1e-4f;
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -30,7 +31,10 @@ size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
                uint32_t num_tokens, const char* rows)
-    : lsh_(std::move(lsh)), num_tokens_(num_tokens), row_bytes_(size_t{2} * lsh_->dim * (type == kF32 ? 4 : 2)) {
+    : lsh_(std::move(lsh)),
+      num_tokens_(num_tokens),
+      row_bytes_(size_t{2} * lsh_->dim * element_bytes(type)),
+      at_mean_(num_kv_heads) {
   offsets_at_ = aligned(size_t{lsh_->num_tables} * num_tokens * sizeof(uint16_t));
   norms_at_ = offsets_at_ + aligned(size_t{lsh_->num_tables} * (lsh_->num_buckets() + 1) * sizeof(uint32_t));
   mean_at_ = norms_at_ + aligned(num_tokens * sizeof(float));
@@ -40,11 +44,11 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
   uint16_t* bits = reinterpret_cast<uint16_t*>(bit_memory.data());
   const uint32_t dim = lsh_->dim;
   for (uint32_t head = 0; head < num_kv_heads; ++head) {
-    const char* keys = rows + head * num_tokens * row_bytes_;
+    const char* keys = rows + size_t{head} * num_tokens * row_bytes_;
     const Stopwatch hashing;
     compute_mean(kernels, type, keys, mean(head));
     const double mean_norm = std::sqrt(dot(mean(head), mean(head), dim));
-    const float tolerance = std::max(1e-30f, kAtMean * static_cast<float>(mean_norm));
+    const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(mean_norm));
     parallel_for((num_tokens + kHashChunk - 1) / kHashChunk, [&](size_t part) {
       const size_t first = part * kHashChunk, count = std::min(kHashChunk, num_tokens - first);
       static thread_local std::vector<float> scratch;
@@ -55,6 +59,8 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
       kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens,
                    scratch.data());
     });
+    for (uint32_t i = 0; i < num_tokens; ++i)
+      if (inv_norms(head)[i] == 0) at_mean_[head].push_back(static_cast<uint16_t>(i));
     hash_seconds_ += hashing.seconds();
     const Stopwatch sorting;
     parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(bits, head, static_cast<uint32_t>(table)); });
@@ -127,8 +133,13 @@ size_t Tables::count(uint32_t kv_head, const uint16_t* codes, const char* rows, 
   };
   for (uint32_t t = 0; t < std::min(kAhead, num_tables); ++t) look_up(t);
 
-  const size_t early = kEarlyBytes / row_bytes_;
+  // Keys at the mean come first. Their counters start at zero, from where no number of tables brings them there again.
   size_t num_drawn = 0, asked = 0;
+  for (uint16_t id : at_mean_[kv_head]) {
+    counts[id] = 0;
+    drawn[num_drawn++] = id;
+  }
+  const size_t early = kEarlyBytes / row_bytes_;
   for (uint32_t t = 0; t < num_tables; ++t) {
     if (t + kAhead < num_tables) look_up(t + kAhead);
     const Bucket bucket = visits[t];

@@ -68,6 +68,7 @@ class Tables {
   // [dim].
   size_t offsets_at_, norms_at_, mean_at_, head_bytes_;
   Buffer memory_;
+  std::vector<std::vector<uint16_t>> at_mean_;  // per head: rows of keys at the mean, hardly ever any
   double hash_seconds_ = 0, sort_seconds_ = 0;
 };
 

@@ -154,20 +154,27 @@ size_t default_num_threads() {
 }
 
 // The current pool. It is never destroyed at exit (threads may still be inside), and a forked child, which has none of
-// its parent's threads, forgets the parent's pool and makes its own.
+// its parent's threads, forgets the parent's pool and makes one of its own of the same size.
 struct Current {
   std::mutex mutex;
+  size_t num_threads = 0;  // 0: not chosen yet
   std::shared_ptr<Pool> pool;
 };
 Current* current = new Current;
 
+void forget_pool_after_fork() {
+  Current* own = new Current;  // the parent's is left as it is, locks and all
+  own->num_threads = current->num_threads;
+  current = own;
+}
+
 std::shared_ptr<Pool> pool() {
   static const int registered =
-      pthread_atfork([] { current->mutex.lock(); }, [] { current->mutex.unlock(); },
-                     [] { current = new Current; });  // the parent's is left as it is, locks and all
+      pthread_atfork([] { current->mutex.lock(); }, [] { current->mutex.unlock(); }, forget_pool_after_fork);
   (void)registered;
   std::lock_guard<std::mutex> lock(current->mutex);
-  if (!current->pool) current->pool = std::make_shared<Pool>(default_num_threads());
+  if (!current->num_threads) current->num_threads = default_num_threads();
+  if (!current->pool) current->pool = std::make_shared<Pool>(current->num_threads);
   return current->pool;
 }
 
@@ -186,10 +193,10 @@ size_t num_threads() { return pool()->size(); }
 
 void set_num_threads(size_t count) {
   checked(count, "num_threads", std::to_string(count));
-  if (pool()->size() == count) return;
-  auto replacement = std::make_shared<Pool>(count);
+  std::shared_ptr<Pool> old;  // its threads end when its last caller returns
   std::lock_guard<std::mutex> lock(current->mutex);
-  current->pool.swap(replacement);  // the old pool's threads end when its last caller returns
+  if (current->num_threads != count) old.swap(current->pool);
+  current->num_threads = count;
 }
 
 }  // namespace magicpig

@@ -57,8 +57,12 @@ inline vec add(vec a, vec b) { MAGICPIG_EACH(vaddq_f32(a.r[i], b.r[i])); }
 inline vec sub(vec a, vec b) { MAGICPIG_EACH(vsubq_f32(a.r[i], b.r[i])); }
 inline vec mul(vec a, vec b) { MAGICPIG_EACH(vmulq_f32(a.r[i], b.r[i])); }
 inline vec fma(vec a, vec b, vec c) { MAGICPIG_EACH(vfmaq_f32(c.r[i], a.r[i], b.r[i])); }
-inline vec min(vec a, vec b) { MAGICPIG_EACH(vminq_f32(a.r[i], b.r[i])); }
-inline vec max(vec a, vec b) { MAGICPIG_EACH(vmaxq_f32(a.r[i], b.r[i])); }
+inline vec min(vec a, vec b) {  // b when either is NaN
+  MAGICPIG_EACH(vbslq_f32(vcltq_f32(a.r[i], b.r[i]), a.r[i], b.r[i]));
+}
+inline vec max(vec a, vec b) {  // b when either is NaN
+  MAGICPIG_EACH(vbslq_f32(vcgtq_f32(a.r[i], b.r[i]), a.r[i], b.r[i]));
+}
 inline vec abs(vec a) { MAGICPIG_EACH(vabsq_f32(a.r[i])); }
 inline vec sqrt(vec a) { MAGICPIG_EACH(vsqrtq_f32(a.r[i])); }
 inline vec round(vec a) { MAGICPIG_EACH(vrndnq_f32(a.r[i])); }

@@ -6,10 +6,13 @@ import sys
 import textwrap
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
+        timeout=timeout,
         env={**os.environ, **environment},
     )

@@ -64,6 +64,15 @@ def test_it_imports_and_works_as_scalar_code():
     assert result.stdout == "scalar True\n", result.stderr
 
 
+def test_the_neon_kernels_pass_the_native_tests_in_emulation():
+    for name in ("aarch64-linux-gnu-g++", "qemu-aarch64-static", "make"):
+        if shutil.which(name) is None:
+            pytest.skip(f"{name} is not installed")
+    result = subprocess.run(["make", "-s", "neon"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "checks on 2 instruction sets passed" in result.stdout
+
+
 def test_the_stub_matches_the_native_module(tmp_path):
     path = tmp_path / "_native.pyi"
     command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "magicpig._native", "-o", path]

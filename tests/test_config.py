@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -25,14 +27,19 @@ def test_a_bad_value_is_named(field, value):
 
 @pytest.mark.parametrize("value", ["10", 10.0, True, None])
 def test_a_wrong_type_is_named(value):
-    with pytest.raises(TypeError, match="bits_per_table"):
+    with pytest.raises(ValueError, match=rf"bits_per_table.*{value}"):
         LSHConfig(bits_per_table=value)
 
 
 def test_unknown_fields_are_refused():
-    with pytest.raises(ValueError, match=r"'bits'.*bits_per_table"):
-        LSHConfig.from_dict({"bits": 10})
-    assert LSHConfig.from_dict({"num_tables": 20}) == LSHConfig(num_tables=20)
+    with pytest.raises(ValueError, match=r"bits=10.*bits_per_table"):
+        LSHConfig(bits=10)
+
+
+def test_it_can_be_copied_and_pickled():
+    config = LSHConfig(num_tables=20)
+    assert dataclasses.replace(config, seed=3) == LSHConfig(num_tables=20, seed=3)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
 
 def test_it_is_frozen_and_hashable():

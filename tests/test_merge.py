@@ -48,3 +48,19 @@ def test_wrong_shapes_are_named():
         merge(*a, b[0], b[1][0])
     with pytest.raises(ValueError, match="out_b"):
         merge(*a, b[0][:2], b[1][:2])
+
+
+@pytest.mark.parametrize(
+    "bad", [[1.0], torch.ones(3, 5, 8).int(), torch.ones(3, 5, 8, device="meta")]
+)
+def test_wrong_types_are_named(bad):
+    (a, b) = states(2)
+    with pytest.raises((TypeError, ValueError), match="out_b"):
+        merge(*a, bad, b[1])
+    with pytest.raises((TypeError, ValueError), match="lse_b"):
+        merge(*a, b[0], bad)
+
+
+def test_an_output_without_dimensions_is_refused():
+    with pytest.raises(ValueError, match="lse_a"):
+        merge(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0))

@@ -45,13 +45,12 @@ def test_native_log_u_equals_the_reference(bits, tables, collisions):
 
 
 @pytest.mark.parametrize(("bits", "tables"), [(1, 2), (4, 30), (8, 60), (2, 300)])
-def test_drawn_rows_carry_the_reference_probability(every_isa, bits, tables):
+@pytest.mark.parametrize("norm", [1e-20, 1e-11, 1.0, 1e10])
+def test_drawn_rows_carry_the_reference_probability(every_isa, bits, tables, norm):
     lsh = LSHConfig(bits, tables, exact_below=0)
-    context = make_context(tokens=500, index=lsh)
+    context = make_context(tokens=500, index=lsh, query_norm=norm)
     all_rows, all_logs = context.kv.sample(context.queries)
     for head, (rows, logs) in enumerate(zip(all_rows, all_logs, strict=True)):
-        centred = reference.centre(context.keys[context.kv_head(head)])[rows.long()]
-        expected = reference.log_inclusion_probability(
-            reference.cosine(context.queries[head], centred), lsh
-        )
-        assert (logs - expected).abs().max() < 2e-4
+        keys = context.keys[context.kv_head(head)]
+        cos = reference.cosine(context.queries[head], reference.centre(keys)[rows.long()])
+        assert (logs - reference.log_inclusion_probability(cos, lsh)).abs().max() < 2e-4

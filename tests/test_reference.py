@@ -55,11 +55,18 @@ def test_projection_is_the_same_everywhere():
     assert torch.equal(directions, directions.bfloat16().float())
 
 
-def test_a_key_at_the_mean_is_drawn_as_at_a_right_angle():
-    """Its hash is all ones, which a query has by chance alone: the probability at cosine 0."""
+def test_keys_at_the_mean_are_always_drawn():
     keys = torch.full((3, 8), 2.5)
     assert torch.equal(reference.centre(keys), torch.zeros(3, 8))
-    assert torch.equal(reference.cosine(torch.ones(8), torch.zeros(3, 8)), torch.zeros(3).double())
+    rows, log_u = reference.drawn(torch.randn(8), keys, LSHConfig(8, 3))
+    assert rows.tolist() == [0, 1, 2]
+    assert log_u.tolist() == [0, 0, 0]
+
+
+def test_vectors_too_short_to_have_a_direction_are_hashed_like_zero():
+    lsh = LSHConfig(3, 2)
+    assert reference.codes(1e-13 * torch.randn(4, 8), lsh).unique().tolist() == [7]
+    assert reference.codes(1e-11 * torch.randn(4, 8), lsh).unique().numel() > 1
 
 
 def test_merging_equals_attention_over_the_union():

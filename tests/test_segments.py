@@ -47,24 +47,41 @@ def test_long_input_is_cut_at_the_largest_segment(tokens):
     assert rows[0].unique().numel() == rows[0].numel()
 
 
-def test_ten_thousand_small_appends_leave_a_short_list_at_constant_cost():
-    kv = LayerKV(2, 1, 32, LSHConfig(8, 20))
-    kv.append(*random_kv(40_000, dim=32))
-    seconds = []
+def test_the_last_row_of_a_full_segment_is_read_right(every_isa):
+    """Row ids are 16 bits wide: the highest must not be taken for a negative number."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        keys = 0.01 * torch.randn(1, FULL + 2, 8)
+        values = torch.zeros(1, FULL + 2, 8)
+        wanted = [0, 32_767, 32_768, FULL - 1, FULL, FULL + 1]
+        for i, token in enumerate(wanted):
+            keys[0, token] = 30 * torch.nn.functional.one_hot(torch.tensor(i), 8)
+            values[0, token, i] = 1.0
+        kv = LayerKV(6, 1, 8, LSHConfig(2, 40, exact_below=0), dtype)
+        kv.append(keys, values)
+        out, _ = kv.attend(30 * torch.eye(6, 8))
+        torch.testing.assert_close(out, torch.eye(6, 8), rtol=0, atol=1e-2)
+
+
+def append_many(kv, appends):
+    """Seconds of CPU time for appends of one to three tokens."""
     generator = torch.Generator().manual_seed(0)
     keys, values = random_kv(3, dim=32)
-    appended = 0
-    for _ in range(4):
-        start = time.process_time()
-        for _ in range(2500):
-            tokens = int(torch.randint(1, 4, (), generator=generator))
-            kv.append(keys[:, :tokens], values[:, :tokens])
-            appended += tokens
-        seconds.append(time.process_time() - start)
-    assert kv.num_tokens == 40_000 + appended
-    assert len(kv.segment_sizes) <= 27
-    assert max(kv.segment_sizes) <= FULL
-    assert seconds[3] < 3 * min(seconds[:2]) + 0.5  # no growth with the length
+    sizes = torch.randint(1, 4, (appends,), generator=generator).tolist()
+    start = time.process_time()
+    for tokens in sizes:
+        kv.append(keys[:, :tokens], values[:, :tokens])
+    return time.process_time() - start, sum(sizes)
+
+
+def test_ten_thousand_small_appends_leave_a_short_list_at_a_cost_that_does_not_grow():
+    after_nothing, after_a_prompt = (LayerKV(2, 1, 32, LSHConfig(8, 20)) for _ in range(2))
+    after_a_prompt.append(*random_kv(240_000, dim=32))
+    base, _ = append_many(after_nothing, 10_000)
+    seconds, appended = append_many(after_a_prompt, 10_000)
+    assert after_a_prompt.num_tokens == 240_000 + appended
+    assert len(after_a_prompt.segment_sizes) <= 3 + 27
+    assert max(after_a_prompt.segment_sizes) <= FULL
+    assert seconds < 2.5 * base + 0.5  # the prompt's 240,000 tokens are not touched again
 
 
 def test_segments_grow_geometrically():

@@ -48,25 +48,26 @@ def test_many_threads_attend_while_another_forks_and_appends():
 
 def test_results_do_not_depend_on_the_number_of_threads():
     kv = LayerKV(4, 2, 32, LSHConfig(4, 30), torch.float32)
-    kv.append(torch.randn(2, 5000, 32), torch.randn(2, 5000, 32))
+    kv.append(torch.randn(2, 20_000, 32), torch.randn(2, 20_000, 32))
     queries = torch.randn(4, 32)
     before = magicpig.num_threads()
     try:
-        results = []
-        for count in (1, 2, 7):
-            magicpig.set_num_threads(count)
-            assert magicpig.num_threads() == count
-            results.append(kv.attend(queries)[0])
+        for exact in (True, False):
+            results = []
+            for count in (1, 2, 7):
+                magicpig.set_num_threads(count)
+                assert magicpig.num_threads() == count
+                results.append(kv.attend(queries, exact=exact)[0])
+            assert torch.equal(results[0], results[1])
+            assert torch.equal(results[0], results[2])
     finally:
         magicpig.set_num_threads(before)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
 
 
 def test_a_forked_process_has_working_threads():
     code = """
     import os, torch, magicpig
-    magicpig.set_num_threads(2)
+    magicpig.set_num_threads(3)
     kv = magicpig.LayerKV(2, 2, 32, magicpig.LSHConfig(4, 10))
     kv.append(torch.randn(2, 5000, 32), torch.randn(2, 5000, 32))
     queries = torch.randn(2, 32)
@@ -75,12 +76,47 @@ def test_a_forked_process_has_working_threads():
     if child == 0:
         same = torch.equal(kv.attend(queries)[0], expected)
         kv.append(torch.randn(2, 5000, 32), torch.randn(2, 5000, 32))
-        os._exit(0 if same and kv.num_tokens == 10_000 else 1)
+        os._exit(0 if same and kv.num_tokens == 10_000 and magicpig.num_threads() == 3 else 1)
     assert torch.equal(kv.attend(queries)[0], expected)
     assert os.waitpid(child, 0)[1] == 0
     """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_process_forked_in_the_middle_of_an_append_can_append():
+    code = """
+    import os, threading, time, torch, magicpig
+    kv = magicpig.LayerKV(2, 2, 64, magicpig.LSHConfig(10, 300))
+    keys = torch.randn(2, 60_000, 64)
+    thread = threading.Thread(target=kv.append, args=(keys, keys))
+    thread.start()
+    time.sleep(0.1)
+    child = os.fork()
+    if child == 0:
+        kv.append(keys[:, :10], keys[:, :10])
+        os._exit(kv.num_tokens)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+    assert kv.num_tokens == 60_000
+    """
+    result = run_python(code, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_appends_from_many_threads_are_all_there():
+    kv = LayerKV(1, 1, 8)
+    threads = [
+        threading.Thread(
+            target=lambda: [kv.append(torch.ones(1, 3, 8), torch.ones(1, 3, 8)) for _ in range(50)]
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kv.num_tokens == 4 * 50 * 3
 
 
 def test_import_starts_no_threads_and_reads_no_environment():

@@ -40,9 +40,9 @@ class LayerKV:
     def nbytes(self) -> tuple[int, int]:
         """Bytes of rows and of the index."""
 
-def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float]:
+def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, list[int]]:
     """
-    Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention.
+    Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention, and the tokens of each kv.
     """
 
 def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:

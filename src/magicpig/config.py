@@ -1,18 +1,17 @@
 """Configuration: frozen dataclasses that check themselves.
 
-A bad value is a ``ValueError`` that names the field and the value; a wrong type a ``TypeError``.
+A bad value or an unknown field is a ``ValueError`` that names the field and the value.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
     """Raises unless `value` is an int (not a bool) from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
+        raise ValueError(f"{name} must be an int, not {value!r}")
     if not low <= value <= high:
         raise ValueError(f"{name} must be from {low} to {high}, not {value}")
 
@@ -35,6 +34,12 @@ class LSHConfig:
     seed: int = 0
     exact_below: int | None = None
 
+    def __new__(cls, *_: object, **fields: object) -> LSHConfig:
+        for name in fields.keys() - cls.__dataclass_fields__.keys():
+            known = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(f"unknown LSHConfig field {name}={fields[name]!r}; known: {known}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         check_int("bits_per_table", self.bits_per_table, 1, 16)
         check_int("num_tables", self.num_tables, 1, 4096)
@@ -47,15 +52,6 @@ class LSHConfig:
         check_int("seed", self.seed, 0, 2**32 - 1)
         if self.exact_below is not None:
             check_int("exact_below", self.exact_below, 0, 2**31 - 1)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> LSHConfig:
-        """The configuration with these fields; unknown ones are a ``ValueError``."""
-        unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
-        if unknown:
-            known = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(f"unknown LSHConfig field {unknown[0]!r}; known: {known}")
-        return cls(**fields)
 
     @property
     def shortest_indexed(self) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from magicpig.config import LSHConfig
 
+MIN_NORM = 1e-12
+
 
 def projection(lsh: LSHConfig, head_dim: int) -> Tensor:
     """The Gaussian directions [head_dim, L * K] of all heads and layers, in values bfloat16 holds.
@@ -27,7 +29,11 @@ def projection(lsh: LSHConfig, head_dim: int) -> Tensor:
 
 
 def project(x: Tensor, lsh: LSHConfig) -> Tensor:
-    """Projections [n, L, K] of vectors [n, head_dim] rounded to bfloat16. Signs are the hash."""
+    """Projections [n, L, K] of vectors [n, head_dim] rounded to bfloat16. Signs are the hash.
+
+    Vectors shorter than 1e-12 count as zero: their products may be lost to underflow.
+    """
+    x = torch.where(x.norm(dim=-1, keepdim=True) >= MIN_NORM, x, 0.0)
     directions = projection(lsh, x.shape[-1]).double()
     return (x.bfloat16().double() @ directions).view(len(x), lsh.num_tables, lsh.bits_per_table)
 
@@ -39,20 +45,28 @@ def codes(x: Tensor, lsh: LSHConfig) -> Tensor:
 
 
 def centre(keys: Tensor) -> Tensor:
-    """Keys [n, head_dim] less their mean.
+    """Keys [n, head_dim] less their mean; zeros for keys at the mean.
 
-    Keys closer to the mean than 1e-4 of its norm become zero: what is left of them is rounding.
+    At the mean is what lies closer to it than 1e-4 of its norm: what is left of such a key is
+    rounding, and has no angle to a query.
     """
     mean = keys.double().mean(0)
     centred = (keys.double() - mean).float()
-    return torch.where(centred.norm(dim=-1, keepdim=True) > 1e-4 * mean.norm(), centred, 0.0)
+    border = (1e-4 * mean.norm()).clamp(min=MIN_NORM)
+    return torch.where(centred.double().norm(dim=-1, keepdim=True) > border, centred, 0.0)
+
+
+def at_mean(centred: Tensor) -> Tensor:
+    """Which [n] of the centred keys are at the mean. They are always drawn."""
+    return (centred == 0).all(-1)
 
 
 def cosine(query: Tensor, centred: Tensor) -> Tensor:
-    """Cosine [n] between a query and centred keys; 0 where either is zero."""
-    scale = query.double().norm() * centred.double().norm(dim=-1)
+    """Cosine [n] between a query and centred keys; 0 where either has no direction."""
+    query_norm, norms = query.double().norm(), centred.double().norm(dim=-1)
     product = centred.double() @ query.double()
-    return torch.where(scale > 0, product / scale, 0.0).clamp(-1, 1)
+    directed = (query_norm >= MIN_NORM) & (norms > 0)
+    return torch.where(directed, product / (query_norm * norms), 0.0).clamp(-1, 1)
 
 
 def log_inclusion_probability(cos: Tensor, lsh: LSHConfig) -> Tensor:
@@ -77,10 +91,14 @@ def collisions(query_codes: Tensor, key_codes: Tensor) -> Tensor:
     return (query_codes == key_codes).sum(-1)
 
 
-def drawn(query: Tensor, keys: Tensor, lsh: LSHConfig) -> Tensor:
-    """Indices of the keys that the query draws."""
-    shared = collisions(codes(query[None], lsh)[0], codes(centre(keys), lsh))
-    return (shared >= lsh.min_collisions).nonzero()[:, 0]
+def drawn(query: Tensor, keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor]:
+    """Indices of the keys that the query draws, and the logs of their probabilities to be drawn."""
+    centred = centre(keys)
+    always = at_mean(centred)
+    shared = collisions(codes(query[None], lsh)[0], codes(centred, lsh))
+    rows = ((shared >= lsh.min_collisions) | always).nonzero()[:, 0]
+    log_u = log_inclusion_probability(cosine(query, centred[rows]), lsh)
+    return rows, torch.where(always[rows], 0.0, log_u)
 
 
 def attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,8 +119,7 @@ def sampled_attention(
     query: Tensor, keys: Tensor, values: Tensor, lsh: LSHConfig, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The estimate: the drawn keys only, each weighted by one over its inclusion probability."""
-    rows = drawn(query, keys, lsh)
-    log_u = log_inclusion_probability(cosine(query, centre(keys)[rows]), lsh)
+    rows, log_u = drawn(query, keys, lsh)
     return attend(keys[rows].double() @ query.double() * scale - log_u, values[rows])
 
 

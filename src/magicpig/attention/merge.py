@@ -14,10 +14,15 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     The state of an empty set is (anything finite, -inf); merging two gives (0, -inf), never NaN.
     """
     for name, out, lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
-        if out.shape[:-1] != lse.shape:
+        for part, tensor in ((f"out_{name}", out), (f"lse_{name}", lse)):
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                raise TypeError(f"{part} must be a floating-point torch.Tensor")
+            if tensor.device != out_a.device:
+                raise ValueError(f"{part} is on {tensor.device}, out_a on {out_a.device}")
+        if out.dim() == 0 or out.shape[:-1] != lse.shape:
             raise ValueError(
-                f"lse_{name} must have shape {list(out.shape[:-1])} (out_{name} without its last "
-                f"dimension), not {list(lse.shape)}"
+                f"lse_{name} must have out_{name}'s shape {list(out.shape)} without its last "
+                f"dimension, not {list(lse.shape)}"
             )
     if out_a.shape != out_b.shape:
         raise ValueError(

@@ -1,6 +1,6 @@
 """LayerKV: the far context of one sequence in one layer, and attention over it.
 
-Checks what callers pass, in torch's words, and hands it to the native core. No algorithm lives he
+Checks what callers pass, in torch's words, and hands it to the native core. No algorithm here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from magicpig import _native, reference
 from magicpig.config import LSHConfig, check_int
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+MAX_HEADS = 4096
+MAX_SCALE = 100.0  # beyond it, scores of the largest accepted vectors would overflow
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def check_tensor(name: str, tensor: object, shape: Sequence[int | str]) -> Tenso
         raise ValueError(f"{name} must have shape [{wanted}], not {list(tensor.shape)}")
     if tensor.numel() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension; call .contiguous()")
-    return tensor.detach()
+    return tensor.detach().resolve_neg()
 
 
 class LayerKV:
@@ -88,7 +90,7 @@ class LayerKV:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-            check_int(name, value, 1, 2**16)
+            check_int(name, value, 1, MAX_HEADS)
         check_int("head_dim", head_dim, 8, 256)
         if index is not None and not isinstance(index, LSHConfig):
             raise TypeError(f"index must be an LSHConfig or None, not {index!r}")
@@ -183,27 +185,34 @@ def attend(
     Returns float32 output of that shape and log-sum-exp [batch, num_heads].
     Sequences may differ in length, not in heads, head_dim, dtype or index. See LayerKV.attend.
     """
-    kvs = list(kvs)
+    if not isinstance(kvs, Sequence):
+        raise TypeError(f"kvs must be a list of LayerKV, not {type(kvs).__name__}")
     if not kvs:
-        raise ValueError("kvs must name at least one LayerKV, not be empty")
+        raise ValueError("kvs must hold at least one LayerKV; it is empty")
     for i, kv in enumerate(kvs):
         if not isinstance(kv, LayerKV):
             raise TypeError(f"kvs[{i}] must be a LayerKV, not {type(kv).__name__}")
         for field in ("num_heads", "num_kv_heads", "head_dim", "dtype", "index"):
-            mine, first = getattr(kv, field), getattr(kvs[0], field)
-            if mine != first:
-                raise ValueError(f"kvs[{i}] has {field} {mine}, kvs[0] {first}: a batch must agree")
+            mine, expected = getattr(kv, field), getattr(kvs[0], field)
+            if mine != expected:
+                raise ValueError(
+                    f"kvs[{i}] has {field} {mine}, kvs[0] has {expected}: a batch must agree"
+                )
     first = kvs[0]
     queries = check_tensor("queries", queries, (len(kvs), first.num_heads, first.head_dim))
+    if not isinstance(exact, bool):
+        raise TypeError(f"exact must be True or False, not {exact!r}")
     if scale is None:
         scale = first.head_dim**-0.5
-    elif not 0 < scale <= 1e3:
-        raise ValueError(f"scale must be above 0 and at most 1000, not {scale}")
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number or None, not {scale!r}")
+    elif not 0 < scale <= MAX_SCALE:
+        raise ValueError(f"scale must be above 0 and at most {MAX_SCALE:g}, not {scale}")
     out = torch.empty(queries.shape, dtype=torch.float32)
     lse = torch.empty(queries.shape[:2], dtype=torch.float32)
     rows = torch.empty(queries.shape[:2], dtype=torch.int64)
-    tokens = [kv.num_tokens for kv in kvs]
-    _native.attend([kv._native for kv in kvs], queries.contiguous(), scale, exact, out, lse, rows)
+    natives = [kv._native for kv in kvs]
+    *_, tokens = _native.attend(natives, queries.contiguous(), scale, exact, out, lse, rows)
     for i, kv in enumerate(kvs):
         kv.last_stats = AttendStats(rows[i], rows[i] / max(tokens[i], 1))
     return out, lse

@@ -1,0 +1,69 @@
+"""What the documentation shows is run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_python
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def snippets():
+    """(page, code, the output shown below it or None) for every Python block."""
+    pattern = r"```python\n(.*?)```(?:\n```\n(.*?)```)?"
+    for page in PAGES:
+        for code, output in re.findall(pattern, page.read_text(), re.DOTALL):
+            yield pytest.param(code, output or None, id=page.name)
+
+
+@pytest.mark.parametrize(("code", "output"), list(snippets()))
+def test_snippets_run_and_print_what_is_shown(code, output):
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    if output is not None:
+        assert result.stdout == output
+
+
+def test_the_readme_has_a_snippet():
+    assert any("LayerKV" in param.values[0] for param in snippets())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:csrc|src|tests|benchmarks|examples|docs)/[\w./]+)`", text):
+        assert (ROOT / name).exists() or (ROOT / "csrc" / name).exists() or "NAME" in name, name
+
+
+def test_architecture_names_every_source_file():
+    text = (ROOT / "docs/architecture.md").read_text()
+    for path in [*ROOT.glob("csrc/*.*"), *ROOT.glob("src/magicpig/**/*.py")]:
+        if path.name == "__init__.py":
+            continue
+        assert path.name in text or f"{path.stem}.*" in text, path
+
+
+@pytest.mark.parametrize("script", ["benchmarks/kernels.py", "benchmarks/real_keys.py"])
+def test_scripts_explain_themselves(script):
+    result = subprocess.run(
+        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "usage" in result.stdout
+
+
+def test_a_small_benchmark_runs(tmp_path):
+    out = tmp_path / "results.json"
+    arguments = "--tokens 2048 --tables 20 --bits 6 --growth 1024 --seconds 0.01 --threads 1 --json"
+    command = [sys.executable, ROOT / "benchmarks/kernels.py", *arguments.split(), out]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "of roof" in result.stdout
+    assert out.exists()
