@@ -82,15 +82,21 @@ bool Lsh::operator==(const Lsh& other) const {
 }
 
 std::vector<uint16_t> Lsh::codes(const Kernels& kernels, const float* x, size_t count) const {
-  constexpr size_t kRowsAtOnce = 24;
-  std::vector<uint16_t> out(count * num_tables);
-  parallel_for((count + kRowsAtOnce - 1) / kRowsAtOnce, [&](size_t part) {
-    const size_t first = part * kRowsAtOnce, rows = std::min(kRowsAtOnce, count - first);
-    std::vector<float> scratch((rows + 8) * dim);
-    std::vector<uint16_t> bits(num_groups * rows);
-    kernels.hash(x + first * dim, rows, dim, panels.data(), num_groups, bits.data(), rows, scratch.data());
-    for (size_t r = 0; r < rows; ++r)
-      for (uint32_t t = 0; t < num_tables; ++t) out[(first + r) * num_tables + t] = code(bits.data(), rows, r, t);
+  // Few vectors and many columns: both are cut, so that all threads have something to do.
+  constexpr size_t kRows = 24, kGroups = 8;
+  const size_t row_parts = (count + kRows - 1) / kRows, group_parts = (num_groups + kGroups - 1) / kGroups;
+  std::vector<uint16_t> bits(num_groups * count), out(count * num_tables);
+  parallel_for(row_parts * group_parts, [&](size_t task) {
+    const size_t row = task / group_parts * kRows, group = task % group_parts * kGroups;
+    const size_t rows = std::min(kRows, count - row), groups = std::min<size_t>(kGroups, num_groups - group);
+    static thread_local std::vector<float> scratch;
+    scratch.resize((kRows + 8) * dim);
+    kernels.hash(x + row * dim, rows, dim, panels.data() + group * dim * kChunk, static_cast<uint32_t>(groups),
+                 bits.data() + group * count + row, count, scratch.data());
+  });
+  parallel_for(row_parts, [&](size_t part) {
+    for (size_t row = part * kRows; row < std::min(count, (part + 1) * kRows); ++row)
+      for (uint32_t t = 0; t < num_tables; ++t) out[row * num_tables + t] = code(bits.data(), count, row, t);
   });
   return out;
 }

@@ -66,21 +66,22 @@ double stream_read_roof(size_t bytes, int repeats) {
 
 double gather_read_roof(size_t bytes, size_t row_bytes, int repeats) {
   if (row_bytes == 0 || bytes < row_bytes) throw std::invalid_argument("bytes must hold at least one row");
-  constexpr size_t kRowsPerTask = 2048, kAhead = 12, kTasks = 64;
+  constexpr size_t kRowsPerTask = 2048, kTasks = 64, kMaxAhead = 64;
   const Buffer buffer = touched(bytes);
-  std::vector<uint32_t> rows(kTasks * kRowsPerTask + kAhead);
+  std::vector<uint32_t> rows(kTasks * kRowsPerTask + kMaxAhead);
   std::mt19937 random(0);
   std::atomic<uint64_t> sink{0};
   double best = 0;
   for (int i = 0; i < repeats; ++i) {
+    const size_t ahead = size_t{8} << i % 4;  // rows; how far is best depends on the machine
     for (uint32_t& row : rows) row = static_cast<uint32_t>(random() % (bytes / row_bytes));
     best = std::max(best, best_rate(kTasks * kRowsPerTask * row_bytes, 1, [&](int) {
                       parallel_for(kTasks, [&](size_t task) {
                         uint64_t total = 0;
                         for (size_t r = task * kRowsPerTask; r < (task + 1) * kRowsPerTask; ++r) {
-                          const char* ahead = buffer.data() + rows[r + kAhead] * row_bytes;
+                          const char* next = buffer.data() + rows[r + ahead] * row_bytes;
                           // To the second level: the first has too few miss buffers to keep memory busy.
-                          for (size_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+                          for (size_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
                           total ^= touch_lines(buffer.data() + rows[r] * row_bytes, row_bytes, 0);
                         }
                         sink ^= total;
