@@ -29,7 +29,8 @@ RowsArgs rows_args(const Geometry& geometry, const Segment& segment, uint32_t kv
 // Chooses the rows that the index draws; they stay in `scratch`.
 void draw_rows(const Tables& index, uint32_t kv_head, const PreparedQueries& queries, size_t query,
                Tables::Scratch& scratch, RowsArgs& args) {
-  args.count = index.draw(kv_head, queries.codes(query), static_cast<const char*>(args.rows), scratch);
+  queries.codes(query, scratch.codes);
+  args.count = index.draw(kv_head, static_cast<const char*>(args.rows), scratch);
   args.ids = scratch.ids.data();
   args.inclusion = index.inclusion(kv_head, queries.values(query), queries.inv_norm(query));
 }

@@ -138,8 +138,11 @@ Codes codes(const Lsh& lsh, const In<float, 2>& x) {
   for (size_t i = 0; i < count; ++i) {
     std::copy_n(x.data() + i * lsh.head_dim, lsh.head_dim, padded.data() + i * lsh.dim);
   }
-  const std::vector<uint16_t> result = lsh.codes(kernels(), padded.data(), count);
-  return owned<2>(std::vector<int32_t>(result.begin(), result.end()), {count, lsh.num_tables});
+  const std::vector<uint16_t> bits = lsh.sign_bits(kernels(), padded.data(), count);
+  std::vector<int32_t> out;
+  for (size_t i = 0; i < count; ++i)
+    for (uint32_t t = 0; t < lsh.num_tables; ++t) out.push_back(lsh.code(bits.data(), count, i, t));
+  return owned<2>(std::move(out), {count, lsh.num_tables});
 }
 
 Codes segment_codes(const LayerKV& kv, size_t segment, uint32_t kv_head) {

@@ -81,11 +81,11 @@ bool Lsh::operator==(const Lsh& other) const {
          std::memcmp(panels.data(), other.panels.data(), panels.size() * sizeof(bf16)) == 0;
 }
 
-std::vector<uint16_t> Lsh::codes(const Kernels& kernels, const float* x, size_t count) const {
+std::vector<uint16_t> Lsh::sign_bits(const Kernels& kernels, const float* x, size_t count) const {
   // Few vectors and many columns: both are cut, so that all threads have something to do.
   constexpr size_t kRows = 24, kGroups = 8;
   const size_t row_parts = (count + kRows - 1) / kRows, group_parts = (num_groups + kGroups - 1) / kGroups;
-  std::vector<uint16_t> bits(num_groups * count), out(count * num_tables);
+  std::vector<uint16_t> bits(num_groups * count);
   parallel_for(row_parts * group_parts, [&](size_t task) {
     const size_t row = task / group_parts * kRows, group = task % group_parts * kGroups;
     const size_t rows = std::min(kRows, count - row), groups = std::min<size_t>(kGroups, num_groups - group);
@@ -94,11 +94,7 @@ std::vector<uint16_t> Lsh::codes(const Kernels& kernels, const float* x, size_t 
     kernels.hash(x + row * dim, rows, dim, panels.data() + group * dim * kChunk, static_cast<uint32_t>(groups),
                  bits.data() + group * count + row, count, scratch.data());
   });
-  parallel_for(row_parts, [&](size_t part) {
-    for (size_t row = part * kRows; row < std::min(count, (part + 1) * kRows); ++row)
-      for (uint32_t t = 0; t < num_tables; ++t) out[row * num_tables + t] = code(bits.data(), count, row, t);
-  });
-  return out;
+  return bits;
 }
 
 }  // namespace magicpig

@@ -34,8 +34,8 @@ struct Lsh {
     return static_cast<uint16_t>(word >> bit % kChunk & (num_buckets() - 1));
   }
 
-  // Codes of `count` vectors [count, dim] -> [count, num_tables].
-  std::vector<uint16_t> codes(const Kernels& kernels, const float* x, size_t count) const;
+  // Signs of the projections of `count` vectors [count, dim], as Kernels::hash gives them: [num_groups, count].
+  std::vector<uint16_t> sign_bits(const Kernels& kernels, const float* x, size_t count) const;
 };
 
 // log of the probability that a key at angle t * pi from the query shares at least min_collisions of num_tables

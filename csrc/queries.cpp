@@ -12,11 +12,7 @@ namespace magicpig {
 
 PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometry, const char* queries, RowType type,
                                  size_t count, bool hashed)
-    : dim_(geometry.dim()),
-      num_tables_(hashed ? geometry.lsh->num_tables : 0),
-      values_(count * dim_),
-      hi_(count * dim_),
-      inv_norms_(count) {
+    : dim_(geometry.dim()), lsh_(geometry.lsh), values_(count * dim_), hi_(count * dim_), inv_norms_(count) {
   const uint32_t head_dim = geometry.head_dim;
   const size_t bad = kernels.pack[type][kF32](queries, head_dim, count, head_dim, values_.data(), dim_, dim_);
   if (bad < count) {
@@ -44,12 +40,14 @@ PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometr
     const double norm = std::sqrt(dot(values(i), values(i), dim_));
     inv_norms_[i] = norm >= kMinNorm ? static_cast<float>(1 / norm) : 0;
   }
-  if (!hashed) return;
-  codes_ = geometry.lsh->codes(kernels, values_.data(), count);
-  const uint16_t ones = static_cast<uint16_t>(geometry.lsh->num_buckets() - 1);
-  for (size_t i = 0; i < count; ++i) {  // a query without direction hashes like zero: all bits one
-    if (inv_norms_[i] == 0) std::fill_n(codes_.data() + i * num_tables_, num_tables_, ones);
-  }
+  if (hashed) sign_bits_ = lsh_->sign_bits(kernels, values_.data(), count);
+}
+
+void PreparedQueries::codes(size_t i, std::vector<uint16_t>& out) const {
+  out.resize(lsh_->num_tables);
+  // A query without direction hashes like zero: all bits one.
+  if (inv_norms_[i] == 0) return std::fill(out.begin(), out.end(), static_cast<uint16_t>(lsh_->num_buckets() - 1));
+  for (uint32_t t = 0; t < lsh_->num_tables; ++t) out[t] = lsh_->code(sign_bits_.data(), inv_norms_.size(), i, t);
 }
 
 }  // namespace magicpig

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "segment.h"
@@ -19,15 +20,16 @@ class PreparedQueries {
     return {values(i), hi_.data() + i * dim_, lo_.empty() ? nullptr : lo_.data() + i * dim_};
   }
   const float* values(size_t i) const { return values_.data() + i * dim_; }
-  const uint16_t* codes(size_t i) const { return codes_.data() + i * num_tables_; }
   float inv_norm(size_t i) const { return inv_norms_[i]; }
+  void codes(size_t i, std::vector<uint16_t>& out) const;  // the query's bucket in each table
 
  private:
-  uint32_t dim_, num_tables_;
+  uint32_t dim_;
+  std::shared_ptr<const Lsh> lsh_;
   std::vector<float> values_;  // padded
   std::vector<bf16> hi_, lo_;  // the same, split in two; no low part when the high one says it all
   std::vector<float> inv_norms_;
-  std::vector<uint16_t> codes_;
+  std::vector<uint16_t> sign_bits_;
 };
 
 }  // namespace magicpig

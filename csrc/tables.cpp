@@ -103,15 +103,15 @@ void Tables::sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t 
   starts[0] = 0;
 }
 
-size_t Tables::draw(uint32_t kv_head, const uint16_t* codes, const char* rows, Scratch& scratch) const {
+size_t Tables::draw(uint32_t kv_head, const char* rows, Scratch& scratch) const {
   // A counter is never touched more than num_tables times; count() says why it must not come round to zero twice.
-  return lsh_->num_tables < 256 ? count<uint8_t>(kv_head, codes, rows, scratch.narrow, scratch)
-                                : count<uint16_t>(kv_head, codes, rows, scratch.wide, scratch);
+  return lsh_->num_tables < 256 ? count<uint8_t>(kv_head, rows, scratch.narrow, scratch)
+                                : count<uint16_t>(kv_head, rows, scratch.wide, scratch);
 }
 
 template <class Counter>
-size_t Tables::count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters,
-                     Scratch& scratch) const {
+size_t Tables::count(uint32_t kv_head, const char* rows, std::vector<Counter>& counters, Scratch& scratch) const {
+  const uint16_t* codes = scratch.codes.data();
   const uint32_t num_tables = lsh_->num_tables, buckets = lsh_->num_buckets();
   const uint32_t* starts = offsets(kv_head);
   const uint16_t* table_ids = ids(kv_head);

@@ -21,15 +21,16 @@ class Tables {
   };
   // What a drawing thread needs, kept between calls.
   struct Scratch {
+    std::vector<uint16_t> codes;  // the query's buckets, for draw() to read
     std::vector<uint8_t> narrow;  // collisions per row
     std::vector<uint16_t> wide;   // the same, for many tables
     std::vector<uint16_t> ids;
     std::vector<Bucket> buckets;
   };
 
-  // Rows of `kv_head` that share the query's bucket in at least min_collisions tables, into scratch.ids; returns how
-  // many. `rows` is the head's first row: drawn rows are asked for from memory at once.
-  size_t draw(uint32_t kv_head, const uint16_t* codes, const char* rows, Scratch& scratch) const;
+  // Rows of `kv_head` that share the query's bucket (scratch.codes) in at least min_collisions tables, into
+  // scratch.ids; returns how many. `rows` is the head's first row: drawn rows are asked for from memory at once.
+  size_t draw(uint32_t kv_head, const char* rows, Scratch& scratch) const;
 
   // The kernels' view of the rows' inclusion probabilities for a query (dim floats, its norm).
   Inclusion inclusion(uint32_t kv_head, const float* query, float inv_query_norm) const;
@@ -56,8 +57,7 @@ class Tables {
   }
 
   template <class Counter>
-  size_t count(uint32_t kv_head, const uint16_t* codes, const char* rows, std::vector<Counter>& counters,
-               Scratch& scratch) const;
+  size_t count(uint32_t kv_head, const char* rows, std::vector<Counter>& counters, Scratch& scratch) const;
   void compute_mean(const Kernels& kernels, RowType type, const char* rows, float* mean) const;
   void sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const;
 
