@@ -88,7 +88,7 @@ def measure_roofs(threads: int, megabytes: int) -> Roofs:
     magicpig.set_num_threads(threads)
     size = megabytes << 20
     return Roofs(
-        threads, _native.stream_read_roof(size, 8), _native.gather_read_roof(size, ROW_BYTES, 8)
+        threads, _native.stream_read_roof(size, 9), _native.gather_read_roof(size, ROW_BYTES, 5)
     )
 
 

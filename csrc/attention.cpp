@@ -13,7 +13,7 @@ namespace magicpig {
 
 namespace {
 
-constexpr size_t kExactRows = 2048;  // of one exact task; fixed, so that results depend on neither threads nor batch
+constexpr size_t kExactRows = 4096;  // of one exact task; fixed, so that results depend on neither threads nor batch
 
 // One query head over a segment's rows, none of them chosen yet.
 RowsArgs rows_args(const Geometry& geometry, const Segment& segment, uint32_t kv_head, const PreparedQueries& queries,

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "stopwatch.h"
 #include "threads.h"
 
 namespace magicpig {
@@ -39,14 +39,19 @@ Buffer touched(size_t bytes) {
   return buffer;
 }
 
+// Calls pass(0) .. pass(modes - 1) `repeats` times each; the best mode's median rate.
 template <class F>
-double best_rate(size_t bytes, int repeats, F&& pass) {
+double median_rate(size_t bytes, int modes, int repeats, F&& pass) {
   double best = 0;
-  for (int i = 0; i < repeats; ++i) {
-    auto start = std::chrono::steady_clock::now();
-    pass(i);
-    std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    best = std::max(best, static_cast<double>(bytes) / seconds.count());
+  for (int mode = 0; mode < modes; ++mode) {
+    std::vector<double> rates;
+    for (int i = 0; i < repeats; ++i) {
+      const Stopwatch watch;
+      pass(mode);
+      rates.push_back(static_cast<double>(bytes) / watch.seconds());
+    }
+    std::sort(rates.begin(), rates.end());
+    best = std::max(best, rates[rates.size() / 2]);
   }
   return best;
 }
@@ -54,10 +59,11 @@ double best_rate(size_t bytes, int repeats, F&& pass) {
 }  // namespace
 
 double stream_read_roof(size_t bytes, int repeats) {
+  if (repeats < 1) throw std::invalid_argument("repeats must be at least 1");
   const Buffer buffer = touched(bytes);
   std::atomic<uint64_t> sink{0};
-  return best_rate(bytes, repeats, [&](int repeat) {
-    const size_t ahead = repeat % 2 ? 0 : 16384;
+  return median_rate(bytes, 2, repeats, [&](int mode) {
+    const size_t ahead = mode == 0 ? 0 : 16384;
     parallel_for((bytes + kStep - 1) / kStep, [&](size_t i) {
       sink ^= touch_lines(buffer.data() + i * kStep, std::min(kStep, bytes - i * kStep), ahead);
     });
@@ -65,30 +71,32 @@ double stream_read_roof(size_t bytes, int repeats) {
 }
 
 double gather_read_roof(size_t bytes, size_t row_bytes, int repeats) {
+  if (repeats < 1) throw std::invalid_argument("repeats must be at least 1");
   if (row_bytes == 0 || bytes < row_bytes) throw std::invalid_argument("bytes must hold at least one row");
   constexpr size_t kRowsPerTask = 2048, kTasks = 64, kMaxAhead = 64;
   const Buffer buffer = touched(bytes);
-  std::vector<uint32_t> rows(kTasks * kRowsPerTask + kMaxAhead);
+  // Every pass reads rows of its own: those of the last may still be in a cache.
+  const size_t pass_rows = kTasks * kRowsPerTask + kMaxAhead;
+  std::vector<uint32_t> rows(4 * static_cast<size_t>(repeats) * pass_rows);
   std::mt19937 random(0);
+  for (uint32_t& row : rows) row = static_cast<uint32_t>(random() % (bytes / row_bytes));
+  const uint32_t* next_pass = rows.data();
   std::atomic<uint64_t> sink{0};
-  double best = 0;
-  for (int i = 0; i < repeats; ++i) {
-    const size_t ahead = size_t{8} << i % 4;  // rows; how far is best depends on the machine
-    for (uint32_t& row : rows) row = static_cast<uint32_t>(random() % (bytes / row_bytes));
-    best = std::max(best, best_rate(kTasks * kRowsPerTask * row_bytes, 1, [&](int) {
-                      parallel_for(kTasks, [&](size_t task) {
-                        uint64_t total = 0;
-                        for (size_t r = task * kRowsPerTask; r < (task + 1) * kRowsPerTask; ++r) {
-                          const char* next = buffer.data() + rows[r + ahead] * row_bytes;
-                          // To the second level: the first has too few miss buffers to keep memory busy.
-                          for (size_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
-                          total ^= touch_lines(buffer.data() + rows[r] * row_bytes, row_bytes, 0);
-                        }
-                        sink ^= total;
-                      });
-                    }));
-  }
-  return best;
+  return median_rate(kTasks * kRowsPerTask * row_bytes, 4, repeats, [&](int mode) {
+    const size_t ahead = size_t{8} << mode;  // rows; how far is best depends on the machine
+    parallel_for(kTasks, [&](size_t task) {
+      const uint32_t* row = next_pass + task * kRowsPerTask;
+      uint64_t total = 0;
+      for (size_t i = 0; i < kRowsPerTask; ++i) {
+        const char* next = buffer.data() + row[i + ahead] * row_bytes;
+        // To the second level: the first has too few miss buffers to keep memory busy.
+        for (size_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+        total ^= touch_lines(buffer.data() + row[i] * row_bytes, row_bytes, 0);
+      }
+      sink ^= total;
+    });
+    next_pass += pass_rows;
+  });
 }
 
 }  // namespace magicpig
