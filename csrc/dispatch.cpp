@@ -1,5 +1,9 @@
 #include "dispatch.h"
 
+#if defined(MAGICPIG_X86)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -8,11 +12,18 @@ namespace magicpig {
 
 namespace {
 
+#if defined(MAGICPIG_X86)
+bool supports_f16c() {  // not every compiler's __builtin_cpu_supports knows it
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 std::vector<const Kernels*> supported_kernels() {
   std::vector<const Kernels*> all = {&scalar::kernels};
 #if defined(MAGICPIG_X86)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && supports_f16c()) {
     all.push_back(&avx2::kernels);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
