@@ -10,7 +10,6 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -18,12 +17,15 @@
 #include <thread>
 #include <vector>
 
+#include "stopwatch.h"
+
 namespace magicpig {
 
 namespace {
 
 constexpr size_t kMaxThreads = 1024;
-constexpr int kSpins = 2000;  // a worker looks for the next call this often before it sleeps: about 20 microseconds
+constexpr size_t kSlots = 16;           // calls the pool works on at once; more run on their caller's thread alone
+constexpr double kSpinSeconds = 50e-6;  // how long an idle worker looks for the next call before it sleeps
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -51,9 +53,30 @@ struct Job {
   const size_t count;
   const TaskRef task;
   std::atomic<size_t> next{0};
-  size_t workers = 0;  // pool threads inside work(); guarded by the pool's mutex
   std::mutex error_mutex;
   std::exception_ptr error;
+};
+
+// Where a caller leaves its job for the workers. No lock is taken to join in: a worker counts itself in before it reads
+// the job, and the caller, after it has taken the job away, waits until nobody is counted in. (All of this is
+// sequentially consistent: a worker that still got the job is seen by its caller.)
+struct alignas(64) Slot {
+  std::atomic<bool> taken{false};
+  std::atomic<Job*> job{nullptr};
+  std::atomic<int> workers{0};
+
+  void help() {
+    if (job.load(std::memory_order_relaxed) == nullptr) return;
+    ++workers;
+    if (Job* current = job) current->work();
+    --workers;
+  }
+
+  void withdraw() {
+    job = nullptr;
+    for (int spins = 0; workers != 0; ++spins) spins < 4096 ? pause() : std::this_thread::yield();
+    taken = false;
+  }
 };
 
 class Pool {
@@ -72,63 +95,63 @@ class Pool {
 
   void parallel_for(size_t count, TaskRef task) {
     Job job(count, task);
-    std::list<Job*>::iterator place;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      place = jobs_.insert(jobs_.end(), &job);
-      calls_.fetch_add(1, std::memory_order_release);
+    Slot* slot = claim();
+    if (slot) {
+      slot->job = &job;
+      announce();
     }
-    wake_.notify_all();
     job.work();
-    std::unique_lock<std::mutex> lock(mutex_);
-    jobs_.erase(place);
-    done_.wait(lock, [&] { return job.workers == 0; });
+    if (slot) slot->withdraw();
     if (job.error) std::rethrow_exception(job.error);
   }
 
  private:
-  void run() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!stopping_) {
-      Job* job = find();
-      if (job != nullptr) {
-        ++job->workers;
-        lock.unlock();
-        job->work();
-        lock.lock();
-        if (--job->workers == 0) done_.notify_all();
-        continue;
-      }
-      const size_t seen = calls_.load(std::memory_order_relaxed);
-      lock.unlock();
-      for (int i = 0; i < kSpins && calls_.load(std::memory_order_acquire) == seen; ++i) pause();
-      lock.lock();
-      wake_.wait(lock, [&] { return stopping_ || calls_.load(std::memory_order_relaxed) != seen; });
-    }
-  }
-
-  Job* find() const {
-    for (Job* job : jobs_)
-      if (job->next.load(std::memory_order_relaxed) < job->count) return job;
+  Slot* claim() {
+    for (Slot& slot : slots_)
+      if (!slot.taken.exchange(true)) return &slot;
     return nullptr;
   }
 
-  void stop() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-      calls_.fetch_add(1, std::memory_order_release);
-    }
+  // Tells workers to look: those that spin see the counter, those that sleep (or are about to: they count themselves
+  // before their last look) are woken.
+  void announce() {
+    ++calls_;
+    if (sleepers_ == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
+  }
+
+  void run() {
+    for (size_t seen = 0; !stopping_;) {
+      const size_t now = calls_;
+      for (Slot& slot : slots_) slot.help();
+      if (now != seen) {
+        seen = now;  // there may be more to come: spin first
+        const Stopwatch idle;
+        while (calls_ == seen && idle.seconds() < kSpinSeconds)
+          for (int i = 0; i < 32 && calls_ == seen; ++i) pause();
+        continue;
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      ++sleepers_;
+      wake_.wait(lock, [&] { return calls_ != seen; });
+      --sleepers_;
+    }
+  }
+
+  void stop() {
+    stopping_ = true;
+    announce();
     for (std::thread& thread : threads_) thread.join();
   }
 
   const size_t size_;
+  Slot slots_[kSlots];
+  std::atomic<size_t> calls_{0};  // how often there was something new
+  std::atomic<bool> stopping_{false};
+  std::atomic<int> sleepers_{0};
   std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  std::list<Job*> jobs_;
-  std::atomic<size_t> calls_{0};
-  bool stopping_ = false;
+  std::condition_variable wake_;
   std::vector<std::thread> threads_;
 };
 
