@@ -24,6 +24,9 @@ class PreparedQueries {
   void codes(size_t i, std::vector<uint16_t>& out) const;  // the query's bucket in each table
 
  private:
+  bool prepare(const Kernels& kernels, const Geometry& geometry, const char* source, RowType type, size_t first,
+               size_t rows);
+
   uint32_t dim_;
   std::shared_ptr<const Lsh> lsh_;
   std::vector<float> values_;  // padded
