@@ -95,6 +95,7 @@ std::tuple<double, double, std::vector<size_t>> attend_batch(const std::vector<c
                                                              const Out<int64_t, 2>& rows_read) {
   if (batch.empty()) refuse("kvs must not be empty");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
+  if (std::count(batch.begin(), batch.end(), nullptr)) refuse("kvs must not hold None");
   const Geometry& geometry = batch[0]->geometry();
   for (const LayerKV* kv : batch)
     if (!same(geometry, kv->geometry())) refuse("kvs must agree in heads, head_dim, dtype and index");

@@ -32,8 +32,8 @@ constexpr float kMaxSquaredNorm = 1e36f;
 // Intervals of the table of log u over angle / pi in [0, 1]; it has one entry more, and a copy of the last behind it.
 constexpr uint32_t kLogUIntervals = 1024;
 
-// The queries of consecutive heads, each `dim` elements, zero-padded. hi + lo is the query split into two bf16 parts;
-// `lo` is null when the high parts say it all.
+// The queries of consecutive heads, each `dim` elements, zero-padded. hi + lo is the query in two bf16 parts (to
+// 2^-17); `lo` is null when the high parts say it all.
 struct Queries {
   const float* values;
   const bf16* hi;

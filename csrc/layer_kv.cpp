@@ -1,6 +1,10 @@
 #include "layer_kv.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <cstddef>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -45,26 +49,30 @@ void require(bool fine, const std::string& message) {
   if (!fine) throw std::invalid_argument(message);
 }
 
-// The list with `count` tokens more. All rows are checked and copied before the first is indexed.
-std::shared_ptr<const SegmentList> extended(const Geometry& geometry, const SegmentList& old, const TensorView& keys,
-                                            const TensorView& values, size_t count) {
-  require(num_tokens(old) + count <= INT32_MAX, "keys would make the sequence longer than 2,147,483,647 tokens");
-  std::vector<size_t> sizes;
-  for (const auto& segment : old) sizes.push_back(segment->num_tokens());
-  add_pieces(count, sizes);
-  const size_t kept = merge_small(old.size(), sizes);
-
-  const Source source = {SegmentList(old.begin() + kept, old.end()), keys, values};
+// Segments of the given sizes from the source's tokens. All rows are checked and copied before the first is indexed.
+SegmentList build(const Geometry& geometry, const Source& source, const std::vector<size_t>& sizes) {
   std::vector<std::shared_ptr<Segment>> fresh;
   size_t first = 0;
-  for (size_t i = kept; i < sizes.size(); first += sizes[i++]) {
-    fresh.push_back(std::make_shared<Segment>(geometry, source, first, static_cast<uint32_t>(sizes[i])));
+  for (size_t size : sizes) {
+    fresh.push_back(std::make_shared<Segment>(geometry, source, first, static_cast<uint32_t>(size)));
+    first += size;
   }
   for (const auto& segment : fresh) segment->build_index(geometry);
-  auto list = std::make_shared<SegmentList>(old.begin(), old.begin() + kept);
-  list->insert(list->end(), fresh.begin(), fresh.end());
-  return list;
+  return SegmentList(fresh.begin(), fresh.end());
 }
+
+// The first `kept` segments of a list, and others behind them.
+std::shared_ptr<const SegmentList> joined(const SegmentList& list, size_t kept, const SegmentList& others) {
+  auto longer = std::make_shared<SegmentList>(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(kept));
+  longer->insert(longer->end(), others.begin(), others.end());
+  return longer;
+}
+
+// Guards the list pointers of all LayerKVs, for a copy or a swap at a time. One for all, so that a process can be
+// forked while other threads are at work: the child gets it free.
+std::mutex list_mutex;
+const int fork_handlers =
+    pthread_atfork([] { list_mutex.lock(); }, [] { list_mutex.unlock(); }, [] { list_mutex.unlock(); });
 
 }  // namespace
 
@@ -80,21 +88,37 @@ LayerKV::LayerKV(Geometry geometry) : geometry_(std::move(geometry)), list_(std:
 }
 
 std::shared_ptr<const SegmentList> LayerKV::segments() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(list_mutex);
   return list_;
 }
 
 void LayerKV::append(const TensorView& keys, const TensorView& values, size_t count) {
   if (count == 0) return;
-  for (;;) {
-    const std::shared_ptr<const SegmentList> old = segments();
-    std::shared_ptr<const SegmentList> longer = extended(geometry_, *old, keys, values, count);
-    std::lock_guard<std::mutex> lock(mutex_);
+  const auto check_length = [&](const SegmentList& list) {
+    require(num_tokens(list) + count <= INT32_MAX, "keys would make the sequence longer than 2,147,483,647 tokens");
+  };
+  const std::shared_ptr<const SegmentList> old = segments();
+  check_length(*old);
+  std::vector<size_t> sizes;
+  for (const auto& segment : *old) sizes.push_back(segment->num_tokens());
+  add_pieces(count, sizes);
+  const auto kept = static_cast<std::ptrdiff_t>(merge_small(old->size(), sizes));
+  sizes.erase(sizes.begin(), sizes.begin() + kept);
+  SegmentList fresh = build(geometry_, {SegmentList(old->begin() + kept, old->end()), keys, values}, sizes);
+  {
+    std::lock_guard<std::mutex> lock(list_mutex);
     if (list_ == old) {
-      list_ = std::move(longer);
+      list_ = joined(*old, static_cast<size_t>(kept), fresh);
       return;
     }
   }
+  // Another append was quicker. The new tokens alone can go behind any list; a later append merges them.
+  sizes.clear();
+  add_pieces(count, sizes);
+  fresh = build(geometry_, {{}, keys, values}, sizes);
+  std::lock_guard<std::mutex> lock(list_mutex);
+  check_length(*list_);
+  list_ = joined(*list_, list_->size(), fresh);
 }
 
 std::unique_ptr<LayerKV> LayerKV::fork() const {

@@ -2,15 +2,14 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "segment.h"
 
 namespace magicpig {
 
-// Safe for many threads: readers take a snapshot of the list, appends make a new list and put it in place at the end
-// (and begin again if another append was quicker). The lock is held for a pointer's copy only.
+// Safe for many threads: readers take a snapshot of the list, appends make a new list and put it in place at the end. A
+// lock is held for the copy of a pointer only.
 class LayerKV {
  public:
   explicit LayerKV(Geometry geometry);  // std::invalid_argument for a geometry that cannot be
@@ -24,7 +23,6 @@ class LayerKV {
 
  private:
   const Geometry geometry_;
-  mutable std::mutex mutex_;
   std::shared_ptr<const SegmentList> list_;
 };
 

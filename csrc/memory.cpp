@@ -35,20 +35,27 @@ unsigned long long read_number(const char* path, const char* label, unsigned lon
 }
 
 // Linux hands out more memory than it has and kills the process when it is touched; so requests are compared with what
-// the kernel, and the container's limit where there is one, say is left. Elsewhere only the allocation itself can fail.
+// the kernel, and the limit of the process's control group (version 2), say is left. Elsewhere only the allocation can
+// fail.
 bool available(unsigned long long bytes) {
   constexpr unsigned long long kUnknown = ~0ull;
-  const auto kilobytes = read_number("/proc/meminfo", "MemAvailable:", kUnknown);
+  if (bytes / 1024 >= read_number("/proc/meminfo", "MemAvailable:", kUnknown)) return false;
   const auto limit = read_number("/sys/fs/cgroup/memory.max", "", kUnknown);
+  if (limit == kUnknown) return true;
   const auto used = read_number("/sys/fs/cgroup/memory.current", "", 0);
-  return bytes / 1024 < kilobytes && (limit == kUnknown || used + bytes < limit);
+  const auto files = read_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);  // given back when needed
+  return used + bytes < limit + files;
 }
 
 }  // namespace
 
+void require_memory(size_t bytes) {
+  if (bytes >= kHugePage && !available(bytes)) throw std::bad_alloc();
+}
+
 Buffer::Buffer(size_t bytes) : size_(bytes) {
   if (bytes == 0) return;
-  if (bytes >= kHugePage && !available(bytes)) throw std::bad_alloc();
+  require_memory(bytes);
   if (!kMapLarge || bytes < kHugePage) {
     data_ = static_cast<char*>(::operator new(bytes, std::align_val_t{64}));
     return;

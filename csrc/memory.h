@@ -5,6 +5,10 @@
 
 namespace magicpig {
 
+// std::bad_alloc unless the machine has this much left. A Buffer asks for itself; who needs several asks for all at
+// once.
+void require_memory(size_t bytes);
+
 class Buffer {
  public:
   Buffer() = default;

@@ -72,7 +72,7 @@ double stream_read_roof(size_t bytes, int repeats) {
 
 double gather_read_roof(size_t bytes, size_t row_bytes, int repeats) {
   if (repeats < 1) throw std::invalid_argument("repeats must be at least 1");
-  if (row_bytes == 0 || bytes < row_bytes) throw std::invalid_argument("bytes must hold at least one row");
+  if (row_bytes < 64 || bytes < row_bytes) throw std::invalid_argument("bytes must hold a row of 64 bytes or more");
   constexpr size_t kRowsPerTask = 2048, kTasks = 64, kMaxAhead = 64;
   const Buffer buffer = touched(bytes);
   // Every pass reads rows of its own: those of the last may still be in a cache.

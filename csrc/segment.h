@@ -32,8 +32,8 @@ class Segment {
  public:
   static constexpr uint32_t kMaxTokens = 65536;  // row ids are 16 bits wide
 
-  // Copies tokens first .. first + count - 1 of the source and indexes them. std::invalid_argument for NaN, infinity or
-  // a norm beyond what attention can take.
+  // Copies tokens first .. first + count - 1 of the source. std::invalid_argument for NaN, infinity or a norm beyond
+  // what attention can take.
   Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count);
 
   // Called once, before anyone else sees the segment.

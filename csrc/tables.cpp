@@ -39,8 +39,10 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
   norms_at_ = offsets_at_ + aligned(size_t{lsh_->num_tables} * (lsh_->num_buckets() + 1) * sizeof(uint32_t));
   mean_at_ = norms_at_ + aligned(num_tokens * sizeof(float));
   head_bytes_ = mean_at_ + aligned(lsh_->dim * sizeof(float));
+  const size_t bit_bytes = size_t{lsh_->num_groups} * num_tokens * sizeof(uint16_t);
+  require_memory(num_kv_heads * head_bytes_ + bit_bytes);
   memory_ = Buffer(num_kv_heads * head_bytes_);
-  Buffer bit_memory(size_t{lsh_->num_groups} * num_tokens * sizeof(uint16_t));
+  Buffer bit_memory(bit_bytes);
   uint16_t* bits = reinterpret_cast<uint16_t*>(bit_memory.data());
   const uint32_t dim = lsh_->dim;
   for (uint32_t head = 0; head < num_kv_heads; ++head) {

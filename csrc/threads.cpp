@@ -14,6 +14,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -84,9 +85,10 @@ class Pool {
   explicit Pool(size_t num_threads) : size_(num_threads) {
     try {
       for (size_t i = 1; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
-    } catch (...) {
+    } catch (const std::system_error& error) {
       stop();
-      throw;
+      throw std::runtime_error("could not start " + std::to_string(num_threads) + " threads (" + error.what() +
+                               "); set fewer with set_num_threads or MAGICPIG_NUM_THREADS");
     }
   }
   ~Pool() { stop(); }
@@ -191,13 +193,22 @@ void forget_pool_after_fork() {
   current = own;
 }
 
-std::shared_ptr<Pool> pool() {
-  static const int registered =
-      pthread_atfork([] { current->mutex.lock(); }, [] { current->mutex.unlock(); }, forget_pool_after_fork);
-  (void)registered;
-  std::lock_guard<std::mutex> lock(current->mutex);
+const int fork_handlers =
+    pthread_atfork([] { current->mutex.lock(); }, [] { current->mutex.unlock(); }, forget_pool_after_fork);
+
+size_t chosen_num_threads() {  // with current->mutex held
   if (!current->num_threads) current->num_threads = default_num_threads();
-  if (!current->pool) current->pool = std::make_shared<Pool>(current->num_threads);
+  return current->num_threads;
+}
+
+bool pool_has(size_t num_threads) {
+  std::lock_guard<std::mutex> lock(current->mutex);
+  return current->pool && current->pool->size() == num_threads;
+}
+
+std::shared_ptr<Pool> pool() {
+  std::lock_guard<std::mutex> lock(current->mutex);
+  if (!current->pool) current->pool = std::make_shared<Pool>(chosen_num_threads());
   return current->pool;
 }
 
@@ -212,14 +223,18 @@ void parallel_for(size_t count, TaskRef task) {
   }
 }
 
-size_t num_threads() { return pool()->size(); }
+size_t num_threads() {
+  std::lock_guard<std::mutex> lock(current->mutex);
+  return chosen_num_threads();
+}
 
 void set_num_threads(size_t count) {
   checked(count, "num_threads", std::to_string(count));
-  std::shared_ptr<Pool> old;  // its threads end when its last caller returns
+  if (pool_has(count)) return;
+  auto replacement = std::make_shared<Pool>(count);
   std::lock_guard<std::mutex> lock(current->mutex);
-  if (current->num_threads != count) old.swap(current->pool);
   current->num_threads = count;
+  current->pool.swap(replacement);  // the old pool's threads end when its last caller returns
 }
 
 }  // namespace magicpig

@@ -169,7 +169,7 @@ def test_queries_may_have_any_of_the_dtypes(every_isa, dtype):
     assert torch.equal(lse, same_lse)
 
 
-def test_scores_of_float32_queries_are_exact_to_float32(every_isa):
+def test_float32_queries_are_not_rounded_to_bfloat16(every_isa):
     """One token has weight 1, so lse is its score: bfloat16 queries would be off by 0.1."""
     for head_dim in (8, 16, 40, 128):
         kv = LayerKV(4, 1, head_dim, dtype=torch.bfloat16)

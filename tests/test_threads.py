@@ -87,11 +87,12 @@ def test_a_forked_process_has_working_threads():
 def test_a_process_forked_in_the_middle_of_an_append_can_append():
     code = """
     import os, threading, time, torch, magicpig
-    kv = magicpig.LayerKV(2, 2, 64, magicpig.LSHConfig(10, 300))
+    kv = magicpig.LayerKV(2, 2, 64, magicpig.LSHConfig(10, 600))
     keys = torch.randn(2, 60_000, 64)
     thread = threading.Thread(target=kv.append, args=(keys, keys))
     thread.start()
     time.sleep(0.1)
+    assert kv.num_tokens == 0, "the append was over before the fork"
     child = os.fork()
     if child == 0:
         kv.append(keys[:, :10], keys[:, :10])
@@ -100,7 +101,7 @@ def test_a_process_forked_in_the_middle_of_an_append_can_append():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
     assert kv.num_tokens == 60_000
     """
-    result = run_python(code, timeout=60)
+    result = run_python(code, timeout=60, MAGICPIG_NUM_THREADS="1")
     assert result.returncode == 0, result.stderr
 
 

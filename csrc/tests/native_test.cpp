@@ -2,6 +2,7 @@
 // plain loops in double, at sizes around the borders of vectors, blocks and segments; then many threads at once.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -259,6 +260,54 @@ void test_concurrent_appends() {
   CHECK(num_tokens(*kv.segments()) == 3 * 50 * 2);
 }
 
+// Every task runs exactly once: with more callers than the pool has slots, nested calls, sleeping workers, other pools.
+void test_parallel_for() {
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 20; ++caller) {
+    callers.emplace_back([&, caller] {
+      for (int round = 0; round < 30; ++round) {
+        std::vector<std::atomic<int>> runs(1 + caller);
+        parallel_for(runs.size(), [&](size_t i) { parallel_for(3, [&](size_t) { ++runs[i]; }); });
+        for (const auto& count : runs) CHECK(count == 3);
+        if (round % 10 == caller % 10) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+  }
+  std::thread resizer([&] {
+    for (size_t count = 1; !stop; count = count % 4 + 1) set_num_threads(count);
+  });
+  for (std::thread& caller : callers) caller.join();
+  stop = true;
+  resizer.join();
+  set_num_threads(3);
+  CHECK(num_threads() == 3);
+  std::atomic<int> begun{0};
+  CHECK(throws<std::runtime_error>([&] {
+    parallel_for(100000, [&](size_t) {
+      ++begun;
+      throw std::runtime_error("at once");
+    });
+  }));
+  CHECK(begun < 100);  // the rest is skipped
+}
+
+// A long append gets in although short ones arrive all the time.
+void test_a_long_append_is_not_starved() {
+  const size_t tokens = 20000;
+  const Context context(Geometry{1, 1, 32, kF32, make_lsh(6, 20, 2, 32), 64}, tokens);
+  LayerKV kv(context.geometry);
+  std::atomic<bool> done{false};
+  std::atomic<size_t> others{0};
+  std::thread writer([&] {
+    for (; !done; ++others) context.append_to(kv, 0, 1);
+  });
+  context.append_to(kv, 0, tokens);
+  done = true;
+  writer.join();
+  CHECK(num_tokens(*kv.segments()) == tokens + others);
+}
+
 void test_roofs() {
   CHECK(stream_read_roof(size_t{4} << 20, 2) > 0);
   CHECK(gather_read_roof(size_t{4} << 20, 512, 2) > 0);
@@ -275,6 +324,8 @@ int main() {
   test_refusals();
   test_concurrency();
   test_concurrent_appends();
+  test_a_long_append_is_not_starved();
+  test_parallel_for();
   test_roofs();
   std::printf("%d checks on %zu instruction sets passed\n", checks.load(), supported_isas().size());
 }

@@ -31,13 +31,18 @@ class NBytes:
 
 @dataclass(frozen=True)
 class AttendStats:
-    """What an attend read, per query head.
+    """What an attend read.
 
-    rows: int64 [num_heads], key/value rows. share: float32 [num_heads], of all the sequence's rows.
+    rows: int64 [num_heads], key/value rows per query head. num_tokens: of the sequence then.
     """
 
     rows: Tensor
-    share: Tensor
+    num_tokens: int
+
+    @property
+    def share(self) -> Tensor:
+        """float32 [num_heads]: the share of the sequence's rows that was read."""
+        return self.rows / max(self.num_tokens, 1)
 
 
 @lru_cache(maxsize=64)
@@ -132,7 +137,7 @@ class LayerKV:
         Over no tokens the result is (0, -inf).
         """
         queries = check_tensor("queries", queries, (self.num_heads, self.head_dim))
-        out, lse = attend([self], queries[None], exact=exact, scale=scale)
+        out, lse = _attend([self], queries[None], exact, scale)
         return out[0], lse[0]
 
     def sample(self, queries: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -198,12 +203,17 @@ def attend(
                 raise ValueError(
                     f"kvs[{i}] has {field} {mine}, kvs[0] has {expected}: a batch must agree"
                 )
-    first = kvs[0]
-    queries = check_tensor("queries", queries, (len(kvs), first.num_heads, first.head_dim))
+    shape = (len(kvs), kvs[0].num_heads, kvs[0].head_dim)
+    return _attend(kvs, check_tensor("queries", queries, shape), exact, scale)
+
+
+def _attend(
+    kvs: Sequence[LayerKV], queries: Tensor, exact: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be True or False, not {exact!r}")
     if scale is None:
-        scale = first.head_dim**-0.5
+        scale = kvs[0].head_dim ** -0.5
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number or None, not {scale!r}")
     elif not 0 < scale <= MAX_SCALE:
@@ -214,5 +224,5 @@ def attend(
     natives = [kv._native for kv in kvs]
     *_, tokens = _native.attend(natives, queries.contiguous(), scale, exact, out, lse, rows)
     for i, kv in enumerate(kvs):
-        kv.last_stats = AttendStats(rows[i], rows[i] / max(tokens[i], 1))
+        kv.last_stats = AttendStats(rows[i], tokens[i])
     return out, lse
