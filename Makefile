@@ -51,6 +51,7 @@ clean:
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "magicpig needs Python 3.10 or later: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "setting up $(VENV): packages (torch is the large one) and the native build; once, a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
