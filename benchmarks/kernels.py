@@ -113,7 +113,7 @@ def time_attend(kvs: list[LayerKV], exact: bool, seconds: float, roofs: Roofs) -
 
     def once(queries: torch.Tensor) -> tuple[float, float, float, int]:
         start = time.perf_counter()
-        draw, attend, _ = _native.attend(natives, queries, DIM**-0.5, exact, out, lse, rows)
+        draw, attend, _ = _native.attend(natives, queries, DIM**-0.5, 0.0, exact, out, lse, rows)
         return time.perf_counter() - start, draw, attend, int(rows.sum())
 
     for queries in sets:  # warms up

@@ -56,10 +56,10 @@ struct Group {
 class Call {
  public:
   Call(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
-       RowType type, float scale, bool exact, const AttendResult& result)
+       RowType type, Scoring scoring, bool exact, const AttendResult& result)
       : k_(kernels()),
         geometry_(geometry),
-        scale_(scale),
+        scoring_(scoring),
         result_(result),
         queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads, !exact && any_index(batch)) {
     std::fill_n(result.rows_read, batch.size() * geometry.num_heads, 0);
@@ -121,7 +121,8 @@ class Call {
   void attend_task(const Group& group, Task& task) {
     const size_t query = group.sequence * geometry_.num_heads + task.head;
     RowsArgs args = rows_args(geometry_, *task.segment, group.kv_head, queries_, query);
-    args.scale = scale_;
+    args.scale = scoring_.scale;
+    args.softcap = scoring_.softcap;
     const Stopwatch watch;
     double drawn = 0;
     if (task.drawn) {
@@ -173,7 +174,7 @@ class Call {
 
   const Kernels& k_;
   const Geometry& geometry_;
-  const float scale_;
+  const Scoring scoring_;
   const AttendResult& result_;
   const PreparedQueries queries_;
   std::vector<Task> tasks_;
@@ -187,8 +188,8 @@ class Call {
 }  // namespace
 
 Timing attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch,
-              const char* queries, RowType type, float scale, bool exact, const AttendResult& result) {
-  return Call(geometry, batch, queries, type, scale, exact, result).run();
+              const char* queries, RowType type, Scoring scoring, bool exact, const AttendResult& result) {
+  return Call(geometry, batch, queries, type, scoring, exact, result).run();
 }
 
 std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments, const char* queries, RowType type) {

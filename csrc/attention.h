@@ -9,6 +9,12 @@
 
 namespace magicpig {
 
+// How products become scores.
+struct Scoring {
+  float scale;
+  float softcap;  // 0: none
+};
+
 struct AttendResult {
   float* out;          // [batch, num_heads, head_dim]
   float* lse;          // [batch, num_heads], natural logarithm; -inf (and zeros in out) for an empty context
@@ -23,7 +29,7 @@ struct Timing {
 // queries: [batch, num_heads, head_dim] dense, of the given type. `exact`: read every row, whatever index there is.
 // std::invalid_argument when queries hold NaN, infinity or too large a norm.
 Timing attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch,
-              const char* queries, RowType type, float scale, bool exact, const AttendResult& result);
+              const char* queries, RowType type, Scoring scoring, bool exact, const AttendResult& result);
 
 // The rows that attend would read for each head of one sequence, in ascending order, and their log inclusion
 // probabilities.

@@ -90,11 +90,13 @@ bool same(const Geometry& a, const Geometry& b) {
 }
 
 std::tuple<double, double, std::vector<size_t>> attend_batch(const std::vector<const LayerKV*>& batch,
-                                                             const Array& queries, float scale, bool exact,
-                                                             const Out<float, 3>& out, const Out<float, 2>& lse,
+                                                             const Array& queries, float scale, float softcap,
+                                                             bool exact, const Out<float, 3>& out,
+                                                             const Out<float, 2>& lse,
                                                              const Out<int64_t, 2>& rows_read) {
   if (batch.empty()) refuse("kvs must not be empty");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
+  if (!(softcap >= 0 && softcap <= 1e6f)) refuse("softcap must be from 0 to 1e6");
   if (std::count(batch.begin(), batch.end(), nullptr)) refuse("kvs must not hold None");
   const Geometry& geometry = batch[0]->geometry();
   for (const LayerKV* kv : batch)
@@ -110,7 +112,7 @@ std::tuple<double, double, std::vector<size_t>> attend_batch(const std::vector<c
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
   for (const LayerKV* kv : batch) snapshots.push_back(kv->segments());
   const Timing timing =
-      attend(geometry, snapshots, data, type, scale, exact, {out.data(), lse.data(), rows_read.data()});
+      attend(geometry, snapshots, data, type, {scale, softcap}, exact, {out.data(), lse.data(), rows_read.data()});
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
   return {timing.draw, timing.attend, tokens};
@@ -230,8 +232,8 @@ NB_MODULE(_native, m) {
           },
           "Bytes of rows and of the index.");
 
-  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "exact"_a, "out"_a.noconvert(),
-        "lse"_a.noconvert(), "rows_read"_a.noconvert(),
+  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
+        "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(),
         "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention, and the tokens of each "
         "kv.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");

@@ -57,6 +57,7 @@ struct RowsArgs {
   uint32_t num_heads;  // query heads served together; 1 when rows are sampled
   Queries queries;
   float scale;
+  float softcap;  // scores s become softcap tanh(s / softcap); 0 leaves them as they are
   Inclusion inclusion;
 };
 

@@ -48,6 +48,7 @@ inline void to_weights(const RowsArgs& args, const Block<T>& block, float* score
   for (int i = 0; i < block.valid; i += kChunk) {
     vec products = load(scores + i);
     vec logits = mul(products, set1(args.scale));
+    if (args.softcap > 0) logits = mul(tanh(mul(logits, set1(1 / args.softcap))), set1(args.softcap));
     if (args.inclusion.log_u) logits = sub(logits, log_inclusion(args.inclusion, products, block.ids + i));
     store(scores + i, logits);
     for (int j = block.valid; j < i + static_cast<int>(kChunk); ++j) scores[j] = -__builtin_inff();

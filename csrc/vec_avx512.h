@@ -42,6 +42,7 @@ inline void store(f16* p, vec x) {
 inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+inline vec div(vec a, vec b) { return _mm512_div_ps(a, b); }
 inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline vec min(vec a, vec b) { return _mm512_min_ps(a, b); }  // b when either is NaN
 inline vec max(vec a, vec b) { return _mm512_max_ps(a, b); }  // b when either is NaN

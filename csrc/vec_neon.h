@@ -56,6 +56,7 @@ inline void store(T* p, vec x) {
 inline vec add(vec a, vec b) { MAGICPIG_EACH(vaddq_f32(a.r[i], b.r[i])); }
 inline vec sub(vec a, vec b) { MAGICPIG_EACH(vsubq_f32(a.r[i], b.r[i])); }
 inline vec mul(vec a, vec b) { MAGICPIG_EACH(vmulq_f32(a.r[i], b.r[i])); }
+inline vec div(vec a, vec b) { MAGICPIG_EACH(vdivq_f32(a.r[i], b.r[i])); }
 inline vec fma(vec a, vec b, vec c) { MAGICPIG_EACH(vfmaq_f32(c.r[i], a.r[i], b.r[i])); }
 inline vec min(vec a, vec b) {  // b when either is NaN
   MAGICPIG_EACH(vbslq_f32(vcltq_f32(a.r[i], b.r[i]), a.r[i], b.r[i]));

@@ -87,6 +87,7 @@ inline void store(T* p, vec v) {
 inline vec add(vec a, vec b) { MAGICPIG_EACH(a.x[i] + b.x[i]); }
 inline vec sub(vec a, vec b) { MAGICPIG_EACH(a.x[i] - b.x[i]); }
 inline vec mul(vec a, vec b) { MAGICPIG_EACH(a.x[i] * b.x[i]); }
+inline vec div(vec a, vec b) { MAGICPIG_EACH(a.x[i] / b.x[i]); }
 inline vec fma(vec a, vec b, vec c) { MAGICPIG_EACH(a.x[i] * b.x[i] + c.x[i]); }
 inline vec min(vec a, vec b) { MAGICPIG_EACH(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }  // b when either is NaN
 inline vec max(vec a, vec b) { MAGICPIG_EACH(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }  // b when either is NaN

@@ -159,6 +159,22 @@ def test_scale_is_applied(every_isa):
     torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=3e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+def test_softcap_is_applied(every_isa, softcap):
+    lsh = LSHConfig(3, 30, exact_below=0)
+    context = make_context(tokens=300, index=lsh, query_norm=5.0)
+    for head in range(context.kv.num_heads):
+        g = context.kv_head(head)
+        inputs = (context.queries[head], context.keys[g], context.values[g])
+        for exact, (out, lse) in (
+            (True, reference.exact_attention(*inputs, 0.7, softcap)),
+            (False, reference.sampled_attention(*inputs, lsh, 0.7, softcap)),
+        ):
+            result = context.kv.attend(context.queries, exact=exact, scale=0.7, softcap=softcap)
+            torch.testing.assert_close(result[0][head].double(), out, rtol=0, atol=1e-3)
+            torch.testing.assert_close(result[1][head].double(), lse, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_may_have_any_of_the_dtypes(every_isa, dtype):
     context = make_context(tokens=100, dtype=torch.bfloat16)

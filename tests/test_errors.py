@@ -112,7 +112,13 @@ def test_scale(kv, scale):
         kv.attend(QUERIES, scale=scale)
 
 
-@pytest.mark.parametrize("name", ["exact", "scale"])
+@pytest.mark.parametrize("softcap", [0.0, -1.0, 1e7, float("nan")])
+def test_softcap(kv, softcap):
+    with pytest.raises(ValueError, match="softcap"):
+        kv.attend(QUERIES, softcap=softcap)
+
+
+@pytest.mark.parametrize("name", ["exact", "scale", "softcap"])
 @pytest.mark.parametrize("value", ["yes", torch.tensor(1.0), [1]])
 def test_options_of_the_wrong_type(kv, name, value):
     with pytest.raises(TypeError, match=name):

@@ -89,7 +89,7 @@ Result run(const LayerKV& kv, const Context& context, bool exact) {
   const Geometry& g = kv.geometry();
   Result result{std::vector<float>(g.num_heads * g.head_dim, NAN), std::vector<float>(g.num_heads, NAN),
                 std::vector<int64_t>(g.num_heads, -1)};
-  attend(g, {kv.segments()}, context.query_bytes(), kF32, 0.25f, exact,
+  attend(g, {kv.segments()}, context.query_bytes(), kF32, {0.25f, 0}, exact,
          {result.out.data(), result.lse.data(), result.rows.data()});
   return result;
 }

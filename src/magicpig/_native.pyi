@@ -40,7 +40,7 @@ class LayerKV:
     def nbytes(self) -> tuple[int, int]:
         """Bytes of rows and of the index."""
 
-def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, list[int]]:
+def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, list[int]]:
     """
     Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention, and the tokens of each kv.
     """

@@ -108,19 +108,30 @@ def attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return weights @ values.double(), lse
 
 
+def scores(query: Tensor, keys: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Scores [n] of keys [n, head_dim]; some models bend them towards +-softcap."""
+    raw = keys.double() @ query.double() * scale
+    return raw if softcap is None else softcap * torch.tanh(raw / softcap)
+
+
 def exact_attention(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query [head_dim] over all keys and values [n, head_dim]."""
-    return attend(keys.double() @ query.double() * scale, values)
+    return attend(scores(query, keys, scale, softcap), values)
 
 
 def sampled_attention(
-    query: Tensor, keys: Tensor, values: Tensor, lsh: LSHConfig, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lsh: LSHConfig,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The estimate: the drawn keys only, each weighted by one over its inclusion probability."""
     rows, log_u = drawn(query, keys, lsh)
-    return attend(keys[rows].double() @ query.double() * scale - log_u, values[rows])
+    return attend(scores(query, keys[rows], scale, softcap) - log_u, values[rows])
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

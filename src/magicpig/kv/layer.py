@@ -19,6 +19,7 @@ from magicpig.config import LSHConfig, check_int
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 MAX_HEADS = 4096
 MAX_SCALE = 100.0  # beyond it, scores of the largest accepted vectors would overflow
+MAX_SOFTCAP = 1e6
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,12 @@ class LayerKV:
         self._native.append(keys, values)
 
     def attend(
-        self, queries: Tensor, *, exact: bool = False, scale: float | None = None
+        self,
+        queries: Tensor,
+        *,
+        exact: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of queries [num_heads, head_dim].
 
@@ -134,10 +140,11 @@ class LayerKV:
 
         exact: read all rows instead of drawing them.
         scale: of the scores, 1 / sqrt(head_dim) unless given.
+        softcap: scores s become softcap * tanh(s / softcap), as some models want it.
         Over no tokens the result is (0, -inf).
         """
         queries = check_tensor("queries", queries, (self.num_heads, self.head_dim))
-        out, lse = _attend([self], queries[None], exact, scale)
+        out, lse = _attend([self], queries[None], exact, scale, softcap)
         return out[0], lse[0]
 
     def sample(self, queries: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -183,6 +190,7 @@ def attend(
     *,
     exact: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a batch of sequences in one native call: queries[i] over kvs[i].
 
@@ -204,25 +212,38 @@ def attend(
                     f"kvs[{i}] has {field} {mine}, kvs[0] has {expected}: a batch must agree"
                 )
     shape = (len(kvs), kvs[0].num_heads, kvs[0].head_dim)
-    return _attend(kvs, check_tensor("queries", queries, shape), exact, scale)
+    return _attend(kvs, check_tensor("queries", queries, shape), exact, scale, softcap)
+
+
+def _number(name: str, value: float | None, default: float, highest: float) -> float:
+    """`value`, or the default for None, if it is a number above 0 and at most `highest`."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number or None, not {value!r}")
+    if not 0 < value <= highest:
+        raise ValueError(f"{name} must be above 0 and at most {highest:g}, not {value}")
+    return value
 
 
 def _attend(
-    kvs: Sequence[LayerKV], queries: Tensor, exact: bool, scale: float | None
+    kvs: Sequence[LayerKV],
+    queries: Tensor,
+    exact: bool,
+    scale: float | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be True or False, not {exact!r}")
-    if scale is None:
-        scale = kvs[0].head_dim ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number or None, not {scale!r}")
-    elif not 0 < scale <= MAX_SCALE:
-        raise ValueError(f"scale must be above 0 and at most {MAX_SCALE:g}, not {scale}")
+    scale = _number("scale", scale, kvs[0].head_dim ** -0.5, MAX_SCALE)
+    softcap = _number("softcap", softcap, 0.0, MAX_SOFTCAP)
     out = torch.empty(queries.shape, dtype=torch.float32)
     lse = torch.empty(queries.shape[:2], dtype=torch.float32)
     rows = torch.empty(queries.shape[:2], dtype=torch.int64)
     natives = [kv._native for kv in kvs]
-    *_, tokens = _native.attend(natives, queries.contiguous(), scale, exact, out, lse, rows)
+    *_, tokens = _native.attend(
+        natives, queries.contiguous(), scale, softcap, exact, out, lse, rows
+    )
     for i, kv in enumerate(kvs):
         kv.last_stats = AttendStats(rows[i], tokens[i])
     return out, lse
