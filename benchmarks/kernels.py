@@ -246,6 +246,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bits", type=int, default=10, help="bits per table")
     parser.add_argument("--tables", type=int, default=150, help="hash tables")
     parser.add_argument(
+        "--exact-below",
+        type=int,
+        help="segments shorter than this have no index (default: 2**bits)",
+    )
+    parser.add_argument(
         "--threads", type=int, nargs="+", default=sorted({1, best}), help="thread counts"
     )
     parser.add_argument(
@@ -266,7 +271,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    lsh = LSHConfig(args.bits, args.tables)
+    lsh = LSHConfig(args.bits, args.tables, exact_below=args.exact_below)
     best_isa = magicpig.supported_isas()[-1]
     main_results: list[Attend] = []
     growth: list[Attend] = []

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from magicpig import LSHConfig, reference
 from tests.processes import run_python
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,21 @@ def test_links_and_named_files_exist(page):
             assert (page.parent / target).exists(), target
     for name in re.findall(r"`((?:csrc|src|tests|benchmarks|examples|docs)/[\w./]+)`", text):
         assert (ROOT / name).exists() or (ROOT / "csrc" / name).exists() or "NAME" in name, name
+
+
+def test_the_table_of_shares_is_what_the_formula_gives():
+    """docs/parameters.md, percent of Gaussian keys drawn by (K, L): cosines are normal there."""
+    text = (ROOT / "docs/parameters.md").read_text()
+    tables = [int(x) for x in re.search(r"\| \| L = (.*) \|\n", text)[1].split(" | ")]
+    rows = re.findall(r"^\| K = (\d+) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    torch.manual_seed(0)
+    cos = reference.cosine(torch.randn(128), torch.randn(100_000, 128))
+    for bits, cells in rows:
+        for num_tables, percent in zip(tables, cells.split(" | "), strict=True):
+            lsh = LSHConfig(int(bits), num_tables)
+            share = reference.log_inclusion_probability(cos, lsh).exp().mean().item()
+            assert 100 * share == pytest.approx(float(percent), rel=0.05)
 
 
 def test_architecture_names_every_source_file():
