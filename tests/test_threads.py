@@ -106,18 +106,18 @@ def test_a_process_forked_in_the_middle_of_an_append_can_append():
 
 
 def test_appends_from_many_threads_are_all_there():
-    kv = LayerKV(1, 1, 8)
+    """Appends long enough to overlap: whoever comes second must not overwrite the first."""
+    kv = LayerKV(1, 1, 64, LSHConfig(8, 40))
+    keys = torch.randn(1, 4000, 64)
     threads = [
-        threading.Thread(
-            target=lambda: [kv.append(torch.ones(1, 3, 8), torch.ones(1, 3, 8)) for _ in range(50)]
-        )
+        threading.Thread(target=lambda: [kv.append(keys, keys) for _ in range(10)])
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert kv.num_tokens == 4 * 50 * 3
+    assert kv.num_tokens == 4 * 10 * 4000
 
 
 def test_import_starts_no_threads_and_reads_no_environment():
