@@ -113,8 +113,10 @@ def time_attend(kvs: list[LayerKV], exact: bool, seconds: float, roofs: Roofs) -
 
     def once(queries: torch.Tensor) -> tuple[float, float, float, int]:
         start = time.perf_counter()
-        draw, attend, _ = _native.attend(natives, queries, DIM**-0.5, 0.0, exact, out, lse, rows)
-        return time.perf_counter() - start, draw, attend, int(rows.sum())
+        draw, drawn, whole, _ = _native.attend(
+            natives, queries, DIM**-0.5, 0.0, exact, out, lse, rows
+        )
+        return time.perf_counter() - start, draw, drawn + whole, int(rows.sum())
 
     for queries in sets:  # warms up
         once(queries)

@@ -15,11 +15,11 @@ namespace {
 
 constexpr size_t kExactRows = 4096;  // of one exact task; fixed, so that results depend on neither threads nor batch
 
-// One query head over a segment's rows, none of them chosen yet.
-RowsArgs rows_args(const Geometry& geometry, const Segment& segment, uint32_t kv_head, const PreparedQueries& queries,
+// One query head over a run's rows, none of them chosen yet.
+RowsArgs rows_args(const Geometry& geometry, const Run& run, uint32_t kv_head, const PreparedQueries& queries,
                    size_t query) {
   RowsArgs args = {};
-  args.rows = segment.rows(kv_head);
+  args.rows = run.rows(kv_head);
   args.dim = geometry.dim();
   args.num_heads = 1;
   args.queries = queries.view(query);
@@ -35,9 +35,9 @@ void draw_rows(const Tables& index, uint32_t kv_head, const PreparedQueries& que
   args.inclusion = index.inclusion(kv_head, queries.values(query), queries.inv_norm(query));
 }
 
-// Rows of one segment for one query head (drawn from its index) or for all heads of a group (a range, exactly).
+// Rows of one run for one query head (drawn from its index) or for all heads of a group (a range, exactly).
 struct Task {
-  const Segment* segment;
+  const Run* run;
   uint32_t head;          // the first query head, within the sequence
   uint32_t num_heads;     // 1 when drawn
   uint32_t first, count;  // the range, when exact
@@ -55,8 +55,8 @@ struct Group {
 
 class Call {
  public:
-  Call(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch, const char* queries,
-       RowType type, Scoring scoring, bool exact, const AttendResult& result)
+  Call(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
+       Scoring scoring, bool exact, const AttendResult& result)
       : k_(kernels()),
         geometry_(geometry),
         scoring_(scoring),
@@ -74,18 +74,18 @@ class Call {
     });
     for (Group& group : groups_)
       if (group.first_task == group.end_task) merge(group);
-    return {draw_ns_ * 1e-9, attend_ns_ * 1e-9};
+    return {draw_ns_ * 1e-9, drawn_ns_ * 1e-9, exact_ns_ * 1e-9};
   }
 
  private:
-  static bool any_index(const std::vector<std::shared_ptr<const SegmentList>>& batch) {
-    for (const auto& segments : batch)
-      for (const auto& segment : *segments)
-        if (segment->index()) return true;
+  static bool any_index(const std::vector<std::vector<Run>>& batch) {
+    for (const auto& runs : batch)
+      for (const Run& run : runs)
+        if (run.index) return true;
     return false;
   }
 
-  void plan(const std::vector<std::shared_ptr<const SegmentList>>& batch, bool exact) {
+  void plan(const std::vector<std::vector<Run>>& batch, bool exact) {
     const uint32_t group_size = geometry_.group();
     size_t num_states = 0;
     groups_ = std::vector<Group>(batch.size() * geometry_.num_kv_heads);
@@ -94,16 +94,16 @@ class Call {
       group.sequence = g / geometry_.num_kv_heads;
       group.kv_head = static_cast<uint32_t>(g % geometry_.num_kv_heads);
       group.first_task = tasks_.size();
-      for (const auto& segment : *batch[group.sequence]) {
-        if (segment->index() && !exact) {
+      for (const Run& run : batch[group.sequence]) {
+        if (run.index && !exact) {
           for (uint32_t h = 0; h < group_size; ++h, ++num_states) {
-            tasks_.push_back({segment.get(), group.kv_head * group_size + h, 1, 0, 0, true, num_states});
+            tasks_.push_back({&run, group.kv_head * group_size + h, 1, 0, 0, true, num_states});
           }
           continue;
         }
-        for (size_t first = 0; first < segment->num_tokens(); first += kExactRows, num_states += group_size) {
-          const size_t count = std::min(kExactRows, segment->num_tokens() - first);
-          tasks_.push_back({segment.get(), group.kv_head * group_size, group_size, static_cast<uint32_t>(first),
+        for (size_t first = 0; first < run.num_tokens; first += kExactRows, num_states += group_size) {
+          const size_t count = std::min(kExactRows, run.num_tokens - first);
+          tasks_.push_back({&run, group.kv_head * group_size, group_size, static_cast<uint32_t>(first),
                             static_cast<uint32_t>(count), false, num_states});
         }
       }
@@ -120,14 +120,14 @@ class Call {
 
   void attend_task(const Group& group, Task& task) {
     const size_t query = group.sequence * geometry_.num_heads + task.head;
-    RowsArgs args = rows_args(geometry_, *task.segment, group.kv_head, queries_, query);
+    RowsArgs args = rows_args(geometry_, *task.run, group.kv_head, queries_, query);
     args.scale = scoring_.scale;
     args.softcap = scoring_.softcap;
     const Stopwatch watch;
     double drawn = 0;
     if (task.drawn) {
       static thread_local Tables::Scratch scratch;
-      draw_rows(*task.segment->index(), group.kv_head, queries_, query, scratch, args);
+      draw_rows(*task.run->index, group.kv_head, queries_, query, scratch, args);
       drawn = watch.seconds();
     } else {
       args.rows = static_cast<const char*>(args.rows) + task.first * geometry_.row_bytes();
@@ -137,7 +137,7 @@ class Call {
     k_.attend[geometry_.type](args, states_.data() + task.state);
     rows_of_task_[&task - tasks_.data()] = args.count;
     draw_ns_ += static_cast<int64_t>(drawn * 1e9);
-    attend_ns_ += static_cast<int64_t>((watch.seconds() - drawn) * 1e9);
+    (task.drawn ? drawn_ns_ : exact_ns_) += static_cast<int64_t>((watch.seconds() - drawn) * 1e9);
   }
 
   void merge(const Group& group) {
@@ -182,17 +182,17 @@ class Call {
   std::vector<Group> groups_;
   std::vector<PartialState> states_;
   std::vector<float> outs_;
-  std::atomic<int64_t> draw_ns_{0}, attend_ns_{0};
+  std::atomic<int64_t> draw_ns_{0}, drawn_ns_{0}, exact_ns_{0};
 };
 
 }  // namespace
 
-Timing attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch,
-              const char* queries, RowType type, Scoring scoring, bool exact, const AttendResult& result) {
+Timing attend(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
+              Scoring scoring, bool exact, const AttendResult& result) {
   return Call(geometry, batch, queries, type, scoring, exact, result).run();
 }
 
-std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments, const char* queries, RowType type) {
+std::vector<Sample> sample(const Geometry& geometry, const std::vector<Run>& runs, const char* queries, RowType type) {
   const Kernels& k = kernels();
   const PreparedQueries prepared(k, geometry, queries, type, geometry.num_heads, geometry.lsh != nullptr);
   std::vector<Sample> samples(geometry.num_heads);
@@ -201,9 +201,9 @@ std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments
     Sample& sample = samples[head];
     Tables::Scratch scratch;
     int32_t start = 0;
-    for (const auto& segment : segments) {
-      if (const Tables* index = segment->index()) {
-        RowsArgs args = rows_args(geometry, *segment, kv_head, prepared, head);
+    for (const Run& run : runs) {
+      if (const Tables* index = run.index) {
+        RowsArgs args = rows_args(geometry, run, kv_head, prepared, head);
         draw_rows(*index, kv_head, prepared, head, scratch, args);
         std::sort(scratch.ids.begin(), scratch.ids.begin() + args.count);
         const size_t at = sample.rows.size();
@@ -212,10 +212,10 @@ std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments
         k.log_inclusion[geometry.type](args, sample.log_probability.data() + at);
         for (size_t i = 0; i < args.count; ++i) sample.rows[at + i] = start + scratch.ids[i];
       } else {
-        for (uint32_t i = 0; i < segment->num_tokens(); ++i) sample.rows.push_back(start + static_cast<int32_t>(i));
+        for (uint32_t i = 0; i < run.num_tokens; ++i) sample.rows.push_back(start + static_cast<int32_t>(i));
         sample.log_probability.resize(sample.rows.size(), 0.0f);
       }
-      start += static_cast<int32_t>(segment->num_tokens());
+      start += static_cast<int32_t>(run.num_tokens);
     }
   });
   return samples;

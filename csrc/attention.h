@@ -2,10 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "segment.h"
+#include "run.h"
 
 namespace magicpig {
 
@@ -21,15 +20,16 @@ struct AttendResult {
   int64_t* rows_read;  // [batch, num_heads]
 };
 
-// Seconds that all threads together spent on drawing rows and on attention over them.
+// Seconds that all threads together spent on drawing rows, on attention over drawn rows, and over rows read whole.
 struct Timing {
-  double draw, attend;
+  double draw, drawn, exact;
 };
 
+// batch: of each sequence, the runs it attends to.
 // queries: [batch, num_heads, head_dim] dense, of the given type. `exact`: read every row, whatever index there is.
 // std::invalid_argument when queries hold NaN, infinity or too large a norm.
-Timing attend(const Geometry& geometry, const std::vector<std::shared_ptr<const SegmentList>>& batch,
-              const char* queries, RowType type, Scoring scoring, bool exact, const AttendResult& result);
+Timing attend(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
+              Scoring scoring, bool exact, const AttendResult& result);
 
 // The rows that attend would read for each head of one sequence, in ascending order, and their log inclusion
 // probabilities.
@@ -37,6 +37,6 @@ struct Sample {
   std::vector<int32_t> rows;
   std::vector<float> log_probability;
 };
-std::vector<Sample> sample(const Geometry& geometry, const SegmentList& segments, const char* queries, RowType type);
+std::vector<Sample> sample(const Geometry& geometry, const std::vector<Run>& runs, const char* queries, RowType type);
 
 }  // namespace magicpig

@@ -1,7 +1,7 @@
 // The Python border: arguments in, C++ objects out. It checks what memory safety needs; magicpig.kv gives friendlier
 // messages.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+#include "bind.h"
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -18,13 +18,12 @@
 #include "roofs.h"
 #include "threads.h"
 
-namespace nb = nanobind;
+namespace magicpig {
+
 using namespace nb::literals;
 
-namespace magicpig {
 namespace {
 
-using Array = nb::ndarray<nb::pytorch, nb::ro, nb::device::cpu>;
 template <class T, size_t N>
 using Out = nb::ndarray<nb::pytorch, T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <class T, size_t N>
@@ -41,28 +40,6 @@ nb::ndarray<nb::pytorch, T, nb::ndim<N>> owned(std::vector<T> values, std::initi
   return nb::ndarray<nb::pytorch, T, nb::ndim<N>>(kept->data(), shape, owner);
 }
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
-
-RowType type_of(const Array& array, const char* name) {
-  const nb::dlpack::dtype type = array.dtype();
-  const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
-  if (code == nb::dlpack::dtype_code::Bfloat && type.bits == 16) return kBF16;
-  if (code == nb::dlpack::dtype_code::Float && type.bits == 16) return kF16;
-  if (code == nb::dlpack::dtype_code::Float && type.bits == 32) return kF32;
-  throw nb::type_error((std::string(name) + " must be bfloat16, float16 or float32").c_str());
-}
-
-TensorView view(const Array& array, const Geometry& geometry, const char* name) {
-  if (array.ndim() != 3 || array.shape(0) != geometry.num_kv_heads || array.shape(2) != geometry.head_dim) {
-    refuse(std::string(name) + " must have shape [num_kv_heads, tokens, head_dim]");
-  }
-  if (array.size() && (array.stride(2) != 1 || array.stride(0) < 0 || array.stride(1) < 0)) {
-    refuse(std::string(name) + " must be contiguous in its last dimension");
-  }
-  return {static_cast<const char*>(array.data()), type_of(array, name), static_cast<size_t>(array.stride(0)),
-          static_cast<size_t>(array.stride(1)), name};
-}
-
 void append(LayerKV& kv, const Array& keys, const Array& values) {
   const TensorView key_view = view(keys, kv.geometry(), "keys"), value_view = view(values, kv.geometry(), "values");
   const size_t count = keys.shape(1);
@@ -71,29 +48,16 @@ void append(LayerKV& kv, const Array& keys, const Array& values) {
   kv.append(key_view, value_view, count);
 }
 
-// Dense queries [batch, num_heads, head_dim].
-const char* query_data(const Array& queries, size_t batch, const Geometry& geometry) {
-  if (queries.ndim() != 3 || queries.shape(0) != batch || queries.shape(1) != geometry.num_heads ||
-      queries.shape(2) != geometry.head_dim) {
-    refuse("queries must have shape [batch, num_heads, head_dim]");
-  }
-  int64_t expected = 1;
-  for (size_t i = 3; i-- > 0; expected *= static_cast<int64_t>(queries.shape(i))) {
-    if (queries.shape(i) > 1 && queries.stride(i) != expected) refuse("queries must be contiguous");
-  }
-  return static_cast<const char*>(queries.data());
+void read(const LayerKV& kv, size_t first, const Rows& keys, const Rows& values) {
+  const auto segments = kv.segments();
+  read_checked(kv.geometry(), runs_of(*segments), first, keys, values);
 }
 
-bool same(const Geometry& a, const Geometry& b) {
-  return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim &&
-         a.type == b.type && (a.lsh == b.lsh || (a.lsh && b.lsh && *a.lsh == *b.lsh));
-}
-
-std::tuple<double, double, std::vector<size_t>> attend_batch(const std::vector<const LayerKV*>& batch,
-                                                             const Array& queries, float scale, float softcap,
-                                                             bool exact, const Out<float, 3>& out,
-                                                             const Out<float, 2>& lse,
-                                                             const Out<int64_t, 2>& rows_read) {
+std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::vector<const LayerKV*>& batch,
+                                                                     const Array& queries, float scale, float softcap,
+                                                                     bool exact, const Out<float, 3>& out,
+                                                                     const Out<float, 2>& lse,
+                                                                     const Out<int64_t, 2>& rows_read) {
   if (batch.empty()) refuse("kvs must not be empty");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   if (!(softcap >= 0 && softcap <= 1e6f)) refuse("softcap must be from 0 to 1e6");
@@ -110,12 +74,16 @@ std::tuple<double, double, std::vector<size_t>> attend_batch(const std::vector<c
   const RowType type = type_of(queries, "queries");
   nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
-  for (const LayerKV* kv : batch) snapshots.push_back(kv->segments());
+  std::vector<std::vector<Run>> runs;
+  for (const LayerKV* kv : batch) {
+    snapshots.push_back(kv->segments());
+    runs.push_back(runs_of(*snapshots.back()));
+  }
   const Timing timing =
-      attend(geometry, snapshots, data, type, {scale, softcap}, exact, {out.data(), lse.data(), rows_read.data()});
+      attend(geometry, runs, data, type, {scale, softcap}, exact, {out.data(), lse.data(), rows_read.data()});
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
-  return {timing.draw, timing.attend, tokens};
+  return {timing.draw, timing.drawn, timing.exact, tokens};
 }
 
 std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries) {
@@ -124,7 +92,8 @@ std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV
   std::vector<Sample> samples;
   {
     nb::gil_scoped_release release;
-    samples = sample(kv.geometry(), *kv.segments(), data, type);
+    const auto segments = kv.segments();
+    samples = sample(kv.geometry(), runs_of(*segments), data, type);
   }
   std::vector<std::pair<Vector<int32_t>, Vector<float>>> out;
   for (Sample& head : samples) {
@@ -162,13 +131,6 @@ void exp_of(const In<float, 1>& x, const Out<float, 1>& out) {
   kernels().exp(x.data(), x.shape(0), out.data());
 }
 
-RowType type_named(const std::string& name) {
-  if (name == "bfloat16") return kBF16;
-  if (name == "float16") return kF16;
-  if (name == "float32") return kF32;
-  refuse("dtype must be bfloat16, float16 or float32, not " + name);
-}
-
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -199,6 +161,8 @@ NB_MODULE(_native, m) {
           "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "exact_below"_a)
       .def("append", &append, "keys"_a.noconvert(), "values"_a.noconvert())
       .def("fork", &LayerKV::fork)
+      .def("read", &read, "first"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
+           "Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].")
       .def_prop_ro("num_tokens", [](const LayerKV& kv) { return num_tokens(*kv.segments()); })
       .def_prop_ro("segment_sizes",
                    [](const LayerKV& kv) {
@@ -232,10 +196,11 @@ NB_MODULE(_native, m) {
           },
           "Bytes of rows and of the index.");
 
-  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
-        "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(),
-        "Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention, and the tokens of each "
-        "kv.");
+  m.def(
+      "attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a, "out"_a.noconvert(),
+      "lse"_a.noconvert(), "rows_read"_a.noconvert(),
+      "Fills out, lse and rows_read; returns the thread-seconds of drawing, of attention over drawn rows and over rows "
+      "read whole, and the tokens of each kv.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");
 
   m.def("isa", [] { return std::string(kernels().name); });
@@ -250,6 +215,7 @@ NB_MODULE(_native, m) {
   m.def("stream_read_roof", &stream_read_roof, "bytes"_a, "repeats"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  bind_window(m);
 }
 
 }  // namespace magicpig

@@ -24,6 +24,12 @@ size_t num_tokens(const SegmentList& segments) {
   return total;
 }
 
+std::vector<Run> runs_of(const SegmentList& segments) {
+  std::vector<Run> runs;
+  for (const auto& segment : segments) runs.push_back(segment->run());
+  return runs;
+}
+
 Segment::Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count)
     : num_tokens_(count),
       num_kv_heads_(geometry.num_kv_heads),
@@ -52,7 +58,7 @@ void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
     for (const auto& part : segments) {
       const size_t from = std::min<size_t>(skip, part->num_tokens()),
                    n = std::min<size_t>(left, part->num_tokens() - from);
-      std::memcpy(out, part->rows(static_cast<uint32_t>(head)) + from * row_bytes_, n * row_bytes_);
+      std::memcpy(out, part->run().rows(static_cast<uint32_t>(head)) + from * row_bytes_, n * row_bytes_);
       out += n * row_bytes_;
       skip -= from;
       left -= n;

@@ -6,7 +6,7 @@
 
 #include "geometry.h"
 #include "memory.h"
-#include "tables.h"
+#include "run.h"
 
 namespace magicpig {
 
@@ -21,6 +21,7 @@ struct TensorView {
 class Segment;
 using SegmentList = std::vector<std::shared_ptr<const Segment>>;
 size_t num_tokens(const SegmentList& segments);
+std::vector<Run> runs_of(const SegmentList& segments);  // to be used while the segments live
 
 // Where a new segment's tokens come from: segments laid end to end, then tensors.
 struct Source {
@@ -40,7 +41,7 @@ class Segment {
   void build_index(const Geometry& geometry);
 
   uint32_t num_tokens() const { return num_tokens_; }
-  const char* rows(uint32_t kv_head) const { return rows_.data() + size_t{kv_head} * num_tokens_ * row_bytes_; }
+  Run run() const { return {rows_.data(), size_t{num_tokens_} * row_bytes_, num_tokens_, index_.get()}; }
   const Tables* index() const { return index_.get(); }  // null: read the rows whole
   double row_seconds() const { return row_seconds_; }   // the time it took to copy the rows
   size_t row_nbytes() const { return rows_.size(); }

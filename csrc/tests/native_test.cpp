@@ -89,7 +89,8 @@ Result run(const LayerKV& kv, const Context& context, bool exact) {
   const Geometry& g = kv.geometry();
   Result result{std::vector<float>(g.num_heads * g.head_dim, NAN), std::vector<float>(g.num_heads, NAN),
                 std::vector<int64_t>(g.num_heads, -1)};
-  attend(g, {kv.segments()}, context.query_bytes(), kF32, {0.25f, 0}, exact,
+  const auto segments = kv.segments();
+  attend(g, {runs_of(*segments)}, context.query_bytes(), kF32, {0.25f, 0}, exact,
          {result.out.data(), result.lse.data(), result.rows.data()});
   return result;
 }
@@ -146,7 +147,8 @@ void test_attention() {
             LayerKV kv(context.geometry);
             context.append_to(kv, 0, tokens);
             const Result exact = run(kv, context, true), sampled = run(kv, context, false);
-            const std::vector<Sample> samples = sample(context.geometry, *kv.segments(), context.query_bytes(), kF32);
+            const std::vector<Sample> samples =
+                sample(context.geometry, runs_of(*kv.segments()), context.query_bytes(), kF32);
             for (size_t head = 0; head < 2 * group; ++head) {
               check_against_loops(context, exact, head, everything(tokens), tolerance);
               check_against_loops(context, sampled, head, samples[head], tolerance);
@@ -168,7 +170,8 @@ void test_segment_borders() {
       LayerKV kv(context.geometry);
       context.append_to(kv, 0, tokens);
       CHECK(kv.segments()->size() == 2 && num_tokens(*kv.segments()) == tokens);
-      const std::vector<Sample> samples = sample(context.geometry, *kv.segments(), context.query_bytes(), kF32);
+      const std::vector<Sample> samples =
+          sample(context.geometry, runs_of(*kv.segments()), context.query_bytes(), kF32);
       const std::vector<int32_t>& rows = samples[0].rows;
       const auto is_late = [](int32_t row) { return row > 65'500 && row < 65'536; };
       CHECK(std::count_if(rows.begin(), rows.end(), is_late) > 0 && rows.back() >= 65'536);

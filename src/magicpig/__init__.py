@@ -1,7 +1,7 @@
 """Sampled attention over a KV cache in CPU memory."""
 
 from magicpig.attention import merge
-from magicpig.config import LSHConfig
+from magicpig.config import LSHConfig, WindowConfig
 from magicpig.kv import AttendStats, LayerKV, NBytes, attend
 from magicpig.native import isa, num_threads, set_isa, set_num_threads, supported_isas
 
@@ -12,6 +12,7 @@ __all__ = [
     "LSHConfig",
     "LayerKV",
     "NBytes",
+    "WindowConfig",
     "attend",
     "isa",
     "merge",

@@ -19,6 +19,11 @@ class LayerKV:
 
     def fork(self) -> LayerKV: ...
 
+    def read(self, first: int, keys: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')], values: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')]) -> None:
+        """
+        Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].
+        """
+
     @property
     def num_tokens(self) -> int: ...
 
@@ -40,9 +45,9 @@ class LayerKV:
     def nbytes(self) -> tuple[int, int]:
         """Bytes of rows and of the index."""
 
-def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, list[int]]:
+def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, float, list[int]]:
     """
-    Fills out, lse and rows_read; returns the thread-seconds of drawing and of attention, and the tokens of each kv.
+    Fills out, lse and rows_read; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.
     """
 
 def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
@@ -66,3 +71,38 @@ def log_inclusion_probability(angle_over_pi: float, bits_per_table: int, num_tab
 def stream_read_roof(bytes: int, repeats: int) -> float: ...
 
 def gather_read_roof(bytes: int, row_bytes: int, repeats: int) -> float: ...
+
+class Window:
+    def __init__(self, like: LayerKV) -> None:
+        """A window for the heads, head_dim, dtype and index of a LayerKV."""
+
+    def append(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> bool:
+        """
+        Adds tokens [num_kv_heads, tokens, head_dim]; says whether all are finite and in range.
+        """
+
+    def drop(self, first: int, count: int) -> None: ...
+
+    def read(self, first: int, keys: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')], values: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')]) -> None:
+        """
+        Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].
+        """
+
+    def fork(self) -> Window: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """
+        Rows that steps read, over all query heads, and the tokens there were to read.
+        """
+
+def step(windows: Sequence[Window], fars: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, span: int, out: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple[float, float, float]:
+    """
+    Appends a token to each window and attends to it all; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole.
+    """

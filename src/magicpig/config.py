@@ -6,6 +6,10 @@ A bad value or an unknown field is a ``ValueError`` that names the field and the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
@@ -16,8 +20,42 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{name} must be from {low} to {high}, not {value}")
 
 
+class Strict:
+    """A configuration that refuses unknown fields with a message that lists the known ones."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __new__(cls, *_: object, **fields: object) -> Self:
+        for name in fields.keys() - cls.__dataclass_fields__.keys():
+            known = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(
+                f"unknown {cls.__name__} field {name}={fields[name]!r}; known: {known}"
+            )
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class LSHConfig:
+class WindowConfig(Strict):
+    """Which tokens of a sequence are attended to exactly, apart from the far context.
+
+    sinks: the first tokens of the sequence, for good.
+    local: the newest tokens, at least this many.
+    block: tokens that leave for the far context together, once as many have gathered behind the
+        local ones. The window holds at most sinks + local + 2 * block tokens.
+    """
+
+    sinks: int = 16
+    local: int = 64
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        check_int("sinks", self.sinks, 0, 65536)
+        check_int("local", self.local, 1, 65536)
+        check_int("block", self.block, 1, 65536)
+
+
+@dataclass(frozen=True)
+class LSHConfig(Strict):
     """How keys are hashed and which of them a query draws (docs/parameters.md has the trade-offs).
 
     bits_per_table: sign bits that name a bucket of a table (K in the paper), 1 to 16.
@@ -33,12 +71,6 @@ class LSHConfig:
     min_collisions: int = 2
     seed: int = 0
     exact_below: int | None = None
-
-    def __new__(cls, *_: object, **fields: object) -> LSHConfig:
-        for name in fields.keys() - cls.__dataclass_fields__.keys():
-            known = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(f"unknown LSHConfig field {name}={fields[name]!r}; known: {known}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_int("bits_per_table", self.bits_per_table, 1, 16)

@@ -157,6 +157,11 @@ class LayerKV:
         heads = _native.sample(self._native, queries[None])
         return [rows for rows, _ in heads], [log_probability for _, log_probability in heads]
 
+    def read(self, first: int = 0, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values [num_kv_heads, count, head_dim] of tokens from `first` on, copied."""
+        count = self.num_tokens - first if count is None else count
+        return read_tokens(self._native, self, first, count)
+
     def fork(self) -> LayerKV:
         """A LayerKV that shares all tokens so far. Appends to one do not show in the other."""
         other = copy.copy(self)
@@ -182,6 +187,20 @@ class LayerKV:
             f"LayerKV({self.num_tokens} tokens, {self.num_heads}/{self.num_kv_heads} heads, "
             f"head_dim {self.head_dim}, {self.dtype}, index={self.index})"
         )
+
+
+def read_tokens(
+    source: _native.LayerKV | _native.Window, like: LayerKV, first: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Copies of keys and values [num_kv_heads, count, head_dim] from native rows shaped as `like`."""
+    if first < 0 or count < 0 or first + count > source.num_tokens:
+        raise ValueError(
+            f"tokens {first} to {first + count} are not all among the {source.num_tokens} there are"
+        )
+    shape = (like.num_kv_heads, count, like.head_dim)
+    keys, values = torch.empty(shape, dtype=like.dtype), torch.empty(shape, dtype=like.dtype)
+    source.read(first, keys, values)
+    return keys, values
 
 
 def attend(
