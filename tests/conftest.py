@@ -13,6 +13,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+torch.set_num_threads(1)  # the models here are tiny; threads would only wait for each other
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A sequence: whatever was added is attended to, in the window or behind it, and nothing is lost."""
+"""A sequence: whatever was added is attended to, in the window or behind it; nothing is lost."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
 SMALL = WindowConfig(sinks=2, local=4, block=8)
-EVERYTHING = LSHConfig(1, 64, min_collisions=1, exact_below=0)  # all keys collide: no sampling
+EVERYTHING = LSHConfig(1, 512, min_collisions=1, exact_below=0)  # all keys collide: no sampling
 
 
 def make_layer(window=SMALL, index=None, dtype=torch.float32, span=None):
@@ -51,8 +51,7 @@ def test_all_tokens_are_seen(prompt, steps, index):
     layer.extend(keys, values)
     new_keys, new_values, query, out = decode(layer, steps)
     keys, values = torch.cat([keys, new_keys], 1), torch.cat([values, new_values], 1)
-    tolerated = 3e-5 if index is None else 1e-3  # log u is read from a table
-    assert torch.allclose(out, exact(query, keys, values), atol=tolerated)
+    assert torch.allclose(out, exact(query, keys, values), atol=3e-5)
     assert layer.num_tokens == prompt + steps
     assert all(map(torch.equal, layer.read(), (keys, values)))
 
@@ -64,7 +63,7 @@ def test_window_stays_small_and_every_block_arrives():
         decode(layer, 1)
         most = max(most, layer.window.num_tokens)
     assert most < SMALL.sinks + SMALL.local + 2 * SMALL.block
-    assert layer.far.num_tokens % SMALL.block == 0 and layer.far.num_tokens >= 32
+    assert layer.far.num_tokens in range(32, 60, SMALL.block)
 
 
 def test_prompts_come_in_any_pieces():
@@ -178,7 +177,7 @@ def test_a_failed_segment_loses_no_token(monkeypatch):
     before = layer.num_tokens
     monkeypatch.undo()
     decode(layer, 30)
-    assert layer.num_tokens == before + 30 and layer.far.num_tokens > 0
+    assert layer.num_tokens == before + 30 > layer.window.num_tokens
 
 
 def test_refuses_what_does_not_fit():

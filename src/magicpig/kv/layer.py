@@ -192,7 +192,7 @@ class LayerKV:
 def read_tokens(
     source: _native.LayerKV | _native.Window, like: LayerKV, first: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Copies of keys and values [num_kv_heads, count, head_dim] from native rows shaped as `like`."""
+    """Copies of keys and values [num_kv_heads, count, head_dim] of native rows shaped as `like`."""
     if first < 0 or count < 0 or first + count > source.num_tokens:
         raise ValueError(
             f"tokens {first} to {first + count} are not all among the {source.num_tokens} there are"

@@ -161,7 +161,7 @@ def step(
     """One token of each sequence: its key and value are added, its query attends to all of it.
 
     queries: [batch, num_heads, head_dim]; keys, values: [batch, num_kv_heads, head_dim].
-    Returns the output, shaped and typed as queries; NaN for a sequence whose numbers are not finite.
+    Returns the output, shaped and typed as queries; NaN where a sequence's numbers are not finite.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype)
     span = layers[0].span
@@ -204,7 +204,7 @@ class SequenceKV:
 
     @property
     def share_read(self) -> float:
-        """The share of the rows there were to read that decode steps have read, 1 before the first."""
+        """The share of the rows that decode steps have read of those there were; 1 before any."""
         reads = [layer.window.reads for layer in self.layers if layer]
         tokens = sum(there for _, there in reads)
         return sum(rows for rows, _ in reads) / tokens if tokens else 1.0

@@ -1,0 +1,108 @@
+"""The drop-in for Hugging Face models: `with magicpig.hf.enable(model): model.generate(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from magicpig.attention.methods import Method, make_method
+from magicpig.config import LSHConfig, WindowConfig
+from magicpig.hf.attention import DROP_IN, register
+from magicpig.hf.cache import BatchLayer
+
+__all__ = ["enable"]
+
+
+class _Enabled:
+    """A model's caches while the drop-in is in force."""
+
+    def __init__(self, model: PreTrainedModel, method: Method, window: WindowConfig) -> None:
+        self.config = model.config
+        self.method = method
+        self.window = window
+        self.in_force = True
+
+    def before_forward(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A torch hook: the model's full-attention layers get caches of ours."""
+        cache = kwargs.get("past_key_values")
+        use_cache = kwargs.get("use_cache")
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = kwargs["past_key_values"] = DynamicCache(config=self.config)
+        if cache is not None:
+            self.adopt(cache)
+        return args, kwargs
+
+    def adopt(self, cache: Cache) -> None:
+        if not isinstance(cache, DynamicCache) or cache.offloading:
+            raise ValueError(
+                f"magicpig keeps keys and values in a DynamicCache, not in {type(cache).__name__}; "
+                "leave out past_key_values and cache_implementation"
+            )
+        if not cache.layers:
+            cache.layers = DynamicCache(config=self.config).layers
+        for i, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer:
+                ours = BatchLayer(self.method.index(i), self.window, check=self.check)
+                if layer.keys is not None and layer.values is not None:
+                    ours.update(layer.keys, layer.values)
+                cache.layers[i] = ours
+
+    def check(self) -> None:
+        if not self.in_force:
+            raise RuntimeError(
+                "this cache was made under magicpig.hf.enable, which is no longer in force; "
+                "use it inside the context manager, or start with a new one"
+            )
+
+
+def _implementations(model: PreTrainedModel) -> dict[str, Any]:
+    """What set_attn_implementation has to be given to leave a model and its parts as they are."""
+    parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
+    return {
+        "": model.config._attn_implementation,
+        **{name: part._attn_implementation for name, part in parts.items() if part is not None},
+    }
+
+
+@contextmanager
+def enable(
+    model: PreTrainedModel,
+    method: str = "lsh",
+    *,
+    lsh: LSHConfig | None = None,
+    dense_layers: Sequence[int] | None = None,
+    window: WindowConfig | None = None,
+) -> Iterator[PreTrainedModel]:
+    """Inside the context, the model's decode steps attend to the far context by the method.
+
+    method: "lsh" (sampled) or "full" (exact). Prompts are always read exactly.
+    lsh: the hash tables. dense_layers: layers that read every row; None: the first and the middle
+    one. window: which tokens stay exact.
+
+    Layers without full attention keep the model's own cache. On leaving the context the model is
+    as it was; caches made inside cannot be used outside.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, not {type(model).__name__}")
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    enabled = _Enabled(
+        model, make_method(method, num_layers, lsh, dense_layers), window or WindowConfig()
+    )
+    register()
+    before = _implementations(model)
+    hook = model.register_forward_pre_hook(enabled.before_forward, with_kwargs=True)
+    try:
+        model.set_attn_implementation(DROP_IN)
+        if model.config._attn_implementation != DROP_IN:
+            raise ValueError(f"{type(model).__name__} does not let its attention be replaced")
+        yield model
+    finally:
+        enabled.in_force = False
+        hook.remove()
+        model.set_attn_implementation(before)

@@ -1,0 +1,83 @@
+"""Prompt: keys and values of a batch of prompts while they are read, in plain tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Prompt:
+    """Tensors [batch, kv_heads, tokens, dim] that grow at their end, on the model's device.
+
+    keep: before tokens are added, all but this many of the last are dropped; None: none are.
+    """
+
+    def __init__(self, keep: int | None = None) -> None:
+        self.keep = keep
+        self.num_tokens = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        if self.keep is not None and self.num_tokens > self.keep:
+            old_keys, old_values = self.tensors
+            self._keys = old_keys[:, :, -self.keep :].contiguous()
+            self._values = old_values[:, :, -self.keep :].contiguous()
+            self.num_tokens = self.keep
+        first, self.num_tokens = self.num_tokens, self.num_tokens + keys.shape[2]
+        self._keys = self._put(self._keys, first, keys)
+        self._values = self._put(self._values, first, values)
+
+    def reserve(self, tokens: int, like: Tensor) -> None:
+        """Makes room for so many tokens in all, shaped as `like` is but for their number."""
+        shape = (*like.shape[:2], tokens, like.shape[3])
+        if not self.num_tokens:
+            self._keys, self._values = like.new_empty(shape), like.new_empty(shape)
+
+    def _put(self, old: Tensor | None, first: int, new: Tensor) -> Tensor:
+        capacity = 0 if old is None else old.shape[2]
+        if self.num_tokens > capacity:
+            capacity = max(self.num_tokens, capacity + capacity // 4)
+            grown = new.new_empty(*new.shape[:2], capacity, new.shape[3])
+            if old is not None:
+                grown[:, :, :first] = old[:, :, :first]
+            old = grown
+        assert old is not None
+        old[:, :, first : self.num_tokens] = new
+        return old
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Views of keys and values [batch, kv_heads, tokens, dim]."""
+        assert self._keys is not None
+        assert self._values is not None
+        return self._keys[:, :, : self.num_tokens], self._values[:, :, : self.num_tokens]
+
+    def row(self, i: int, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, tokens, dim] of one row in CPU memory, the visible ones."""
+        keys, values = (tensor[i].cpu() for tensor in self.tensors)
+        return (keys, values) if visible is None else (keys[:, visible], values[:, visible])
+
+    def select(self, indices: Tensor) -> None:
+        """Keeps these rows, in this order."""
+        keys, values = self.tensors
+        self._keys, self._values = keys[indices.to(keys.device)], values[indices.to(keys.device)]
+
+    def crop(self, tokens: int) -> None:
+        self.num_tokens = max(0, self.num_tokens - tokens)
+
+
+def padded(
+    rows: list[tuple[Tensor, Tensor]], visible: Tensor | None, like: Tensor, keep: int | None
+) -> Prompt:
+    """A prompt of rows [kv_heads, tokens, dim] that stand where `visible` [batch, tokens] says."""
+    prompt = Prompt(keep)
+    if visible is None:
+        keys, values = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+    else:
+        shape = (len(rows), rows[0][0].shape[0], visible.shape[1], rows[0][0].shape[2])
+        keys, values = torch.zeros(2, *shape, dtype=rows[0][0].dtype)
+        for i, (row_keys, row_values) in enumerate(rows):
+            keys[i, :, visible[i]], values[i, :, visible[i]] = row_keys, row_values
+    prompt.append(keys.to(like), values.to(like))
+    return prompt
