@@ -203,6 +203,7 @@ NB_MODULE(_native, m) {
       "read whole, and the tokens of each kv.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");
 
+  m.def("available_memory", &available_memory, "Bytes that can still be had.");
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported_isas);
   m.def("set_isa", &set_isa, "name"_a);

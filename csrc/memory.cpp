@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -34,23 +35,24 @@ unsigned long long read_number(const char* path, const char* label, unsigned lon
   return otherwise;
 }
 
+}  // namespace
+
 // Linux hands out more memory than it has and kills the process when it is touched; so requests are compared with what
 // the kernel, and the limit of the process's control group (version 2), say is left. Elsewhere only the allocation can
 // fail.
-bool available(unsigned long long bytes) {
+unsigned long long available_memory() {
   constexpr unsigned long long kUnknown = ~0ull;
-  if (bytes / 1024 >= read_number("/proc/meminfo", "MemAvailable:", kUnknown)) return false;
+  const auto free_kb = read_number("/proc/meminfo", "MemAvailable:", kUnknown);
+  unsigned long long left = free_kb == kUnknown ? kUnknown : free_kb * 1024;
   const auto limit = read_number("/sys/fs/cgroup/memory.max", "", kUnknown);
-  if (limit == kUnknown) return true;
+  if (limit == kUnknown) return left;
   const auto used = read_number("/sys/fs/cgroup/memory.current", "", 0);
   const auto files = read_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);  // given back when needed
-  return used + bytes < limit + files;
+  return std::min(left, limit + files > used ? limit + files - used : 0);
 }
 
-}  // namespace
-
 void require_memory(size_t bytes) {
-  if (bytes >= kHugePage && !available(bytes)) throw std::bad_alloc();
+  if (bytes >= kHugePage && bytes >= available_memory()) throw std::bad_alloc();
 }
 
 Buffer::Buffer(size_t bytes) : size_(bytes) {

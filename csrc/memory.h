@@ -9,6 +9,9 @@ namespace magicpig {
 // once.
 void require_memory(size_t bytes);
 
+// Bytes that the machine, and the limit of the process's control group, have left; the largest number when unknown.
+unsigned long long available_memory();
+
 class Buffer {
  public:
   Buffer() = default;

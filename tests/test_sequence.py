@@ -157,7 +157,7 @@ def test_numbers_that_are_not_finite_stay_in_their_sequence(bad):
 def test_counts_what_was_read():
     sequence = SequenceKV([make_layer(index=LSHConfig(6, 10, exact_below=64)), None, make_layer()])
     assert sequence.share_read == 1.0
-    for layer in filter(None, sequence.layers):
+    for layer in sequence.attention_layers:
         layer.extend(*rows(1000))
         decode(layer, 5)
     sampled, _, dense = sequence.layers

@@ -53,6 +53,9 @@ def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device=
 def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
     """Per head: row ids and log inclusion probabilities."""
 
+def available_memory() -> int:
+    """Bytes that can still be had."""
+
 def isa() -> str: ...
 
 def supported_isas() -> list[str]: ...

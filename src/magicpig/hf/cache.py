@@ -48,8 +48,23 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         self.prompt: Prompt | None = None  # tokens are here ...
         self.rows: list[SequenceLayer] = []  # ... or there
+        self.known: list[SequenceLayer] = []  # the prompt's first tokens, where they were rows
+        self.num_known = self.num_gathered = 0
         self.visible: Tensor | None = None  # bool [batch, tokens]: no padding; None: all are
         self.num_seen = 0  # tokens of a row, padding included
+
+    @classmethod
+    def of(cls, row: SequenceLayer, num_tokens: int) -> BatchLayer:
+        """A layer of a batch of one: a sequence that is left as it is, and goes on as another."""
+        layer = cls(row.far.index, row.config, row.span)
+        layer.rows, layer.num_seen = [row.fork()], num_tokens
+        return layer
+
+    def to_sequence(self) -> SequenceLayer:
+        """The sequence of a batch of one."""
+        if self.prompt:
+            self.to_rows(self.prompt.tensors[0])
+        return self.rows[0]
 
     @property
     def is_initialized(self) -> bool:
@@ -77,7 +92,7 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._gather(key_states)
             assert self.prompt
             self.prompt.append(key_states, value_states)
-            self.num_seen += key_states.shape[2]
+            self.num_seen = self.num_gathered = self.num_seen + key_states.shape[2]
             key_states, value_states = self.prompt.tensors
         else:
             self.num_seen += 1
@@ -119,14 +134,15 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return self._check_visible(visible)
         batch, kv_heads, _, dim = like.shape
         shape = (self.num_heads, kv_heads, dim, like.dtype, self.index, self.window, self.span)
-        self.rows = [SequenceLayer(*shape) for _ in range(batch)]
-        prompt, self.prompt = self.prompt, None
-        if not prompt:
-            return
-        if visible is not None:
-            self.visible = visible[:, : prompt.num_tokens].cpu()
-        for i, row in enumerate(self.rows):
-            row.extend(*prompt.row(i, None if self.visible is None else self.visible[i]))
+        rows = self.known or [SequenceLayer(*shape) for _ in range(batch)]
+        if self.prompt:
+            if visible is not None:
+                self.visible = visible[:, : self.num_gathered].cpu()
+            first = max(0, self.prompt.num_tokens - (self.num_gathered - self.num_known))
+            shown = None if self.visible is None else self.visible[:, -self.prompt.num_tokens :]
+            for i, row in enumerate(rows):
+                row.extend(*self.prompt.row(i, first, None if shown is None else shown[i]))
+        self.rows, self.known, self.prompt = rows, [], None
 
     def _check_visible(self, visible: Tensor | None) -> None:
         if visible is None:
@@ -151,7 +167,8 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             decoded = torch.ones(len(self.rows), new, dtype=torch.bool)
             self.visible = torch.cat([self.visible, decoded], 1)
         self.prompt = padded([row.read() for row in self.rows], self.visible, like, keep)
-        self.rows = []
+        self.known, self.rows = self.rows, []
+        self.num_known = self.num_gathered = self.num_seen
 
     def get_seq_length(self) -> int:
         return self.num_seen
@@ -170,7 +187,9 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 self._gather(torch.empty(0, dtype=self.rows[0].far.dtype))
             assert self.prompt
             self.prompt.crop(-tokens_to_remove)
-            self.num_seen = max(0, self.num_seen + tokens_to_remove)
+            self.num_seen = self.num_gathered = max(0, self.num_seen + tokens_to_remove)
+            if self.num_seen < self.num_known:
+                self.known, self.num_known = [], 0
             if self.visible is not None:
                 self.visible = self.visible[:, : self.num_seen]
 
@@ -179,6 +198,7 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.rows = [self.rows[i].fork() for i in indices.tolist()]
         elif self.prompt:
             self.prompt.select(indices)
+            self.known = [self.known[i].fork() for i in indices.tolist()] if self.known else []
         if self.visible is not None:
             self.visible = self.visible[indices.cpu()]
 

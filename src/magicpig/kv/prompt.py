@@ -53,10 +53,15 @@ class Prompt:
         assert self._values is not None
         return self._keys[:, :, : self.num_tokens], self._values[:, :, : self.num_tokens]
 
-    def row(self, i: int, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, tokens, dim] of one row in CPU memory, the visible ones."""
-        keys, values = (tensor[i].cpu() for tensor in self.tensors)
-        return (keys, values) if visible is None else (keys[:, visible], values[:, visible])
+    def row(self, i: int, first: int, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, tokens, dim] of row i from token `first` on, in CPU memory.
+
+        visible: bool [tokens], which of all the row's tokens to take; None: all.
+        """
+        keys, values = (tensor[i, :, first:].cpu() for tensor in self.tensors)
+        if visible is None:
+            return keys, values
+        return keys[:, visible[first:]], values[:, visible[first:]]
 
     def select(self, indices: Tensor) -> None:
         """Keeps these rows, in this order."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,22 +181,36 @@ def step(
 
 
 class SequenceKV:
-    """The layers of one sequence, in the model's order. None: a layer keeps no keys and values."""
+    """One sequence in all layers of a model.
 
-    def __init__(self, layers: list[SequenceLayer | None]) -> None:
-        self.layers = layers
+    layers: in the model's order. Those that are not attention are the model's own, and any type.
+    num_tokens: whose keys and values are here.
+    """
+
+    def __init__(self, layers: Sequence[Any], num_tokens: int = 0) -> None:
+        self.layers = list(layers)
+        self.num_tokens = num_tokens
+
+    @property
+    def attention_layers(self) -> list[SequenceLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
 
     def settle(self) -> None:
-        for layer in self.layers:
-            if layer:
-                layer.settle()
+        """Moves what outgrew the windows; see SequenceLayer.settle."""
+        for layer in self.attention_layers:
+            layer.settle()
 
     def fork(self) -> SequenceKV:
-        return SequenceKV([layer and layer.fork() for layer in self.layers])
+        """A sequence that shares all far contexts and has windows of its own."""
+        layers = [
+            layer.fork() if isinstance(layer, SequenceLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        return SequenceKV(layers, self.num_tokens)
 
     @property
     def nbytes(self) -> SequenceBytes:
-        sizes = [layer.nbytes for layer in self.layers if layer]
+        sizes = [layer.nbytes for layer in self.attention_layers]
         return SequenceBytes(
             sum(size.rows for size in sizes),
             sum(size.index for size in sizes),
@@ -205,6 +220,6 @@ class SequenceKV:
     @property
     def share_read(self) -> float:
         """The share of the rows that decode steps have read of those there were; 1 before any."""
-        reads = [layer.window.reads for layer in self.layers if layer]
+        reads = [layer.window.reads for layer in self.attention_layers]
         tokens = sum(there for _, there in reads)
         return sum(rows for rows, _ in reads) / tokens if tokens else 1.0

@@ -1,0 +1,200 @@
+"""Engine: requests in, events out. Requests of any length join and leave at any step."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as List
+
+from transformers import PreTrainedTokenizerBase
+
+from magicpig.engine.params import SamplingParams
+from magicpig.engine.runner import Prefill, Runner
+from magicpig.engine.sampler import BadLogits, Choice, Sampler, sample
+from magicpig.engine.scheduler import Scheduler
+from magicpig.engine.sequence import Event, Finish, Request, Sequence
+from magicpig.engine.text import Detokenizer
+from magicpig.kv.sequence import SequenceKV
+
+
+class Engine:
+    """Runs requests together, a step at a time. One thread at a time.
+
+    end_token_ids: tokens that end a completion.
+    max_length: the most tokens of a prompt and a completion together.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: PreTrainedTokenizerBase,
+        scheduler: Scheduler,
+        end_token_ids: frozenset[int],
+        max_length: int,
+    ) -> None:
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.end_token_ids = end_token_ids
+        self.max_length = max_length
+        self._ids = itertools.count()
+        self._requests: dict[int, Request] = {}
+        self._reading: tuple[Request, Prefill] | None = None
+
+    def add(
+        self,
+        prompt_ids: List[int],
+        params: SamplingParams,
+        known: SequenceKV | None = None,
+        keep_prompt: bool = False,
+    ) -> Request:
+        """Takes a request in; ValueError or MemoryError when it cannot be done.
+
+        known: the first tokens of the prompt, read before; it is not changed.
+        keep_prompt: keep the prompt's keys and values in request.prompt once it is read.
+        """
+        self._check(prompt_ids, known)
+        new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
+        needed = self.runner.estimate_bytes(len(prompt_ids), new_tokens, params.n)
+        request = Request(next(self._ids), list(prompt_ids), params, needed, known, keep_prompt)
+        self.scheduler.add(request)
+        self._requests[request.id] = request
+        return request
+
+    def _check(self, prompt_ids: List[int], known: SequenceKV | None) -> None:
+        if not prompt_ids:
+            raise ValueError("the prompt is empty: it has no tokens")
+        if len(prompt_ids) >= self.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens; the model's context holds "
+                f"{self.max_length}, one of them new at least: shorten the prompt"
+            )
+        vocabulary = self.runner.model.config.get_text_config(decoder=True).vocab_size
+        for token in prompt_ids:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"prompt token {token} is not from 0 to {vocabulary - 1}")
+        if known is not None and known.num_tokens >= len(prompt_ids):
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens, {known.num_tokens} of them known: "
+                "one at least must be new"
+            )
+
+    def abort(self, request_id: int) -> list[Event]:
+        """Ends a request's completions as they are; nothing if it ended before."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return []
+        if self._reading and self._reading[0] is request:
+            self._reading = None
+        events = self._end(request, Finish.ABORT)
+        self.scheduler.drop(request)
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[Event]:
+        """Reads a part of the next prompt and gives every running sequence a token."""
+        events = self._read_part() + self._decode()
+        self.scheduler.sweep()
+        for request in [r for r in self._requests.values() if r.finished]:
+            del self._requests[request.id]
+        return events
+
+    def _read_part(self) -> list[Event]:
+        if self._reading is None:
+            request = self.scheduler.next_prompt()
+            if request is None:
+                return []
+            request.started = time.perf_counter()
+            self._reading = request, self.runner.begin(request.prompt_ids, request.known)
+        request, prefill = self._reading
+        try:
+            logits = self.runner.prefill(prefill)
+            events = [Event(request.id, prefilled=prefill.done)]
+            if prefill.done < len(request.prompt_ids):
+                return events
+            kv = self.runner.finish(prefill)
+            if request.keep_prompt:
+                request.prompt = kv.fork()
+            self._start(request, kv)
+        except Exception as error:  # whatever it is, other requests go on
+            self._reading = None
+            events = self._end(request, Finish.ERROR, error)
+            self.scheduler.drop(request)
+            return events
+        self._reading = None
+        request.prefilled = time.perf_counter()
+        choices = sample(
+            logits.expand(len(request.sequences), -1), [s.sampler for s in request.sequences]
+        )
+        self.scheduler.start(request)
+        return events + [
+            self._take(s, choice) for s, choice in zip(request.sequences, choices, strict=True)
+        ]
+
+    def _start(self, request: Request, kv: SequenceKV) -> None:
+        sampler = Sampler(request.params, request.prompt_ids)
+        kvs = [kv, *(kv.fork() for _ in range(1, request.params.n))]
+        for i, own in enumerate(kvs):
+            text = Detokenizer(self.tokenizer, request.params.stop)
+            request.sequences.append(Sequence(request, i, own, sampler.fork(i), text))
+
+    def _decode(self) -> list[Event]:
+        running = [s for s in self.scheduler.running if s.finish is None]
+        if not running:
+            return []
+        try:
+            logits = self.runner.decode([s.kv for s in running], [s.token_ids[-1] for s in running])
+        except Exception as error:  # layers may have gone different ways: none can go on
+            return [self._finished(s, Finish.ERROR, error=error) for s in running]
+        choices = sample(logits, [s.sampler for s in running])
+        return [self._take(s, choice) for s, choice in zip(running, choices, strict=True)]
+
+    def _take(self, sequence: Sequence, choice: Choice | BadLogits) -> Event:
+        """A sequence's new token: its text, and whether it is the last."""
+        if isinstance(choice, BadLogits):
+            return self._finished(sequence, Finish.ERROR, error=choice)
+        params = sequence.request.params
+        sequence.token_ids.append(choice.token)
+        ends = choice.token in params.stop_token_ids or (
+            choice.token in self.end_token_ids and not params.ignore_eos
+        )
+        text = "" if ends else sequence.detokenizer.push(choice.token)
+        if ends or sequence.detokenizer.stopped:
+            return self._finished(sequence, Finish.STOP, choice, text)
+        if len(sequence.token_ids) >= params.max_tokens or sequence.length >= self.max_length:
+            return self._finished(sequence, Finish.LENGTH, choice, text)
+        try:
+            sequence.kv.settle()
+        except Exception as error:
+            return self._finished(sequence, Finish.ERROR, choice, text, error)
+        return Event(sequence.request.id, sequence.index, choice=choice, text=text)
+
+    def _finished(
+        self,
+        sequence: Sequence,
+        finish: Finish,
+        choice: Choice | None = None,
+        text: str = "",
+        error: Exception | None = None,
+    ) -> Event:
+        text += sequence.detokenizer.finish()
+        sequence.end(finish)
+        return Event(
+            sequence.request.id,
+            sequence.index,
+            choice=choice,
+            text=text,
+            finish=finish,
+            error=error,
+        )
+
+    def _end(self, request: Request, finish: Finish, error: Exception | None = None) -> list[Event]:
+        """Ends all completions that have not ended; before there are any, each by an event."""
+        self._requests.pop(request.id, None)
+        if request.sequences:
+            left = [s for s in request.sequences if s.finish is None]
+            return [self._finished(s, finish, error=error) for s in left]
+        return [Event(request.id, i, finish=finish, error=error) for i in range(request.params.n)]

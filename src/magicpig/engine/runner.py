@@ -1,0 +1,189 @@
+"""Runner: forward passes of the model, over a part of a prompt or one token of each sequence."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from magicpig.attention.methods import Method
+from magicpig.config import WindowConfig
+from magicpig.hf.attention import ENGINE, register
+from magicpig.hf.cache import TAG, BatchLayer
+from magicpig.kv.layer import DTYPES
+from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
+
+PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
+
+
+class DecodeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of the sequences of a decode step."""
+
+    def __init__(self, rows: list[SequenceLayer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = rows
+        self.is_sliding = rows[0].span is not None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        setattr(key_states, TAG, self)
+        return key_states, value_states
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        query, key, value = queries.squeeze(2), keys.squeeze(2), values.squeeze(2)
+        if query.is_cpu:
+            return step(self.rows, query, key, value, scale, softcap).unsqueeze(1)
+        out = step(self.rows, query.cpu(), key.cpu(), value.cpu(), scale, softcap)
+        return out.unsqueeze(1).to(query.device)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError
+
+    def get_seq_length(self) -> int:
+        return max(row.num_tokens for row in self.rows)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+@dataclass
+class Prefill:
+    """A prompt on its way through the model: prompt_ids after `done` tokens, into the cache."""
+
+    prompt_ids: list[int]
+    cache: Cache
+    done: int = 0
+
+    @property
+    def next_part(self) -> list[int]:
+        """About PREFILL_TOKENS tokens, and never one alone, which would count as a decode step."""
+        left = len(self.prompt_ids) - self.done
+        parts = -(-left // PREFILL_TOKENS)
+        return self.prompt_ids[self.done : self.done + -(-left // parts)]
+
+
+class Runner:
+    """model: used by this runner alone from now on; its attention is ours."""
+
+    def __init__(self, model: PreTrainedModel, method: Method, window: WindowConfig) -> None:
+        register()
+        model.train(False)
+        model.set_attn_implementation(ENGINE)
+        if model.config._attn_implementation != ENGINE:
+            raise ValueError(f"{type(model).__name__} does not let its attention be replaced")
+        if model.dtype not in DTYPES:
+            raise ValueError(f"the model's dtype must be one of {list(DTYPES)}, not {model.dtype}")
+        self.model = model
+        self.method = method
+        self.window = window
+        kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
+        # Layers of other kinds keep the model's own state, which cannot be batched afterwards.
+        self.batches = all(kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds)
+
+    def begin(self, prompt_ids: list[int], known: SequenceKV | None = None) -> Prefill:
+        """A prompt to be read. known: its first tokens, as a sequence that is read already."""
+        if known is not None:
+            layers = [
+                BatchLayer.of(layer, known.num_tokens)
+                if isinstance(layer, SequenceLayer)
+                else copy.deepcopy(layer)
+                for layer in known.layers
+            ]
+            return Prefill(prompt_ids, Cache(layers), known.num_tokens)
+        layers = list(DynamicCache(config=self.model.config).layers)
+        for i, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[i] = BatchLayer(self.method.index(i), self.window)
+            elif type(layer) is DynamicSlidingWindowLayer:
+                layers[i] = BatchLayer(None, self.window, layer.sliding_window)
+        return Prefill(prompt_ids, Cache(layers))
+
+    @torch.inference_mode()
+    def prefill(self, prefill: Prefill) -> Tensor:
+        """Reads the next part of the prompt; logits [vocab] after its last token."""
+        part = prefill.next_part
+        positions = range(prefill.done, prefill.done + len(part))
+        logits = self._forward([part], [list(positions)], prefill.cache)
+        prefill.done += len(part)
+        return logits[0]
+
+    @torch.inference_mode()
+    def finish(self, prefill: Prefill) -> SequenceKV:
+        """The prompt as a sequence; layer by layer, so that only one is there twice."""
+        layers: list[Any] = []
+        for layer in prefill.cache.layers:
+            layers.append(layer.to_sequence() if isinstance(layer, BatchLayer) else layer)
+        return SequenceKV(layers, prefill.done)
+
+    @torch.inference_mode()
+    def decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
+        """One token of each sequence; logits [batch, vocab]."""
+        if not self.batches and len(kvs) > 1:
+            pairs = zip(kvs, token_ids, strict=True)
+            return torch.cat([self.decode([kv], [token]) for kv, token in pairs])
+        layers: list[Any] = [
+            DecodeLayer(list(rows)) if isinstance(rows[0], SequenceLayer) else rows[0]
+            for rows in zip(*(kv.layers for kv in kvs), strict=True)
+        ]
+        positions = [[kv.num_tokens] for kv in kvs]
+        logits = self._forward([[token] for token in token_ids], positions, Cache(layers))
+        for kv in kvs:
+            kv.num_tokens += 1
+        return logits
+
+    def _forward(
+        self, token_ids: list[list[int]], positions: list[list[int]], cache: Cache
+    ) -> Tensor:
+        """Logits [batch, vocab] after the last token of each row."""
+        device = self.model.device
+        out = self.model(
+            input_ids=torch.tensor(token_ids, device=device),
+            position_ids=torch.tensor(positions, device=device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]  # type: ignore[no-any-return]
+
+    def estimate_bytes(self, prompt_tokens: int, new_tokens: int, n: int) -> int:
+        """Memory that keys, values and indexes of a request may come to need.
+
+        While a prompt is read its keys and values are there twice, once as tensors.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        heads = config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        vectors = 2 * heads * (-(-dim // 16) * 16) * self.model.dtype.itemsize
+        tokens = prompt_tokens + n * new_tokens
+        total = 0
+        for i, layer in enumerate(DynamicCache(config=self.model.config).layers):
+            if type(layer) is not DynamicLayer:
+                continue
+            total += (tokens + prompt_tokens) * vectors
+            if index := self.method.index(i):
+                buckets = (1 + tokens // 65536) * 2**index.bits_per_table
+                total += heads * index.num_tables * (2 * tokens + 4 * buckets)
+        return total

@@ -1,0 +1,66 @@
+"""Scheduler: which request's prompt is read next, and which sequences get a token.
+
+Requests wait in the order they came. One is let in when its memory, as estimated, fits beside
+what the others may come to need, and the batch has room for its sequences.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from magicpig.engine.sequence import Request, Sequence
+
+
+class Scheduler:
+    """budget_bytes: for keys, values and indexes of all requests that were let in."""
+
+    def __init__(self, budget_bytes: int, max_sequences: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.max_sequences = max_sequences
+        self.waiting: deque[Request] = deque()
+        self.running: list[Sequence] = []
+        self._let_in: dict[int, Request] = {}
+
+    def add(self, request: Request) -> None:
+        if request.estimated_bytes > self.budget_bytes:
+            raise MemoryError(
+                f"the request may need {request.estimated_bytes / 1e9:.2f} GB for keys, values and "
+                f"index ({len(request.prompt_ids)} prompt tokens, {request.params.n} times up to "
+                f"{request.params.max_tokens} new ones); {self.budget_bytes / 1e9:.2f} GB are "
+                "there: shorten the prompt, lower max_tokens or n, or use fewer num_tables"
+            )
+        if request.params.n > self.max_sequences:
+            raise ValueError(
+                f"n must be at most {self.max_sequences} (max_sequences), not {request.params.n}"
+            )
+        self.waiting.append(request)
+
+    def next_prompt(self) -> Request | None:
+        """The next request to be let in, if there is room for it."""
+        if not self.waiting:
+            return None
+        request, let_in = self.waiting[0], self._let_in.values()
+        memory = sum(other.estimated_bytes for other in let_in) + request.estimated_bytes
+        sequences = sum(other.params.n for other in let_in) + request.params.n
+        if let_in and (memory > self.budget_bytes or sequences > self.max_sequences):
+            return None
+        self._let_in[request.id] = request
+        return self.waiting.popleft()
+
+    def start(self, request: Request) -> None:
+        """The prompt is read: its sequences take part in decode steps."""
+        self.running += request.sequences
+
+    def drop(self, request: Request) -> None:
+        """The request needs nothing any more."""
+        self._let_in.pop(request.id, None)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Takes out finished sequences, and requests all of whose sequences are finished."""
+        self.running = [s for s in self.running if s.finish is None]
+        for request in list(self._let_in.values()):
+            if request.sequences and all(s.finish for s in request.sequences):
+                del self._let_in[request.id]

@@ -1,0 +1,117 @@
+"""Sequence: one completion on its way, and what its requester hears of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from magicpig.engine.params import SamplingParams
+from magicpig.engine.sampler import Choice, Sampler
+from magicpig.engine.text import Detokenizer
+from magicpig.kv.sequence import SequenceBytes, SequenceKV
+
+
+class Finish(str, Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # the model's end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the model's context
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of a request: a part of its prompt was read, a token came, or a completion ended.
+
+    index: which of the request's n completions.
+    prefilled: tokens of the prompt that are read by now.
+    text: new text, which may be of several tokens, or empty while one is not complete.
+    """
+
+    request_id: int
+    index: int = 0
+    prefilled: int = 0
+    choice: Choice | None = None
+    text: str = ""
+    finish: Finish | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class Request:
+    """A prompt and what is wanted of it.
+
+    estimated_bytes: the memory it may come to need.
+    known: keys and values of the prompt's first tokens, read before.
+    keep_prompt: whether `prompt` is to hold the prompt's keys and values once it is read.
+    """
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    estimated_bytes: int = 0
+    known: SequenceKV | None = None
+    keep_prompt: bool = False
+    prompt: SequenceKV | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    # By time.perf_counter: reading the prompt began, it was done, the last completion ended.
+    started: float = 0.0
+    prefilled: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.sequences) and all(s.finish for s in self.sequences)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a completion came to need: memory, and the share of the rows its steps read."""
+
+    nbytes: SequenceBytes
+    share_read: float
+
+
+class Sequence:
+    """One completion of a request."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        kv: SequenceKV,
+        sampler: Sampler,
+        detokenizer: Detokenizer,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.sampler = sampler
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.finish: Finish | None = None
+        self._kv: SequenceKV | None = kv
+        self._usage: Usage | None = None
+
+    @property
+    def kv(self) -> SequenceKV:
+        if self._kv is None:
+            raise RuntimeError("the completion has ended; its keys and values are gone")
+        return self._kv
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    @property
+    def usage(self) -> Usage:
+        return self._usage or Usage(self.kv.nbytes, self.kv.share_read)
+
+    def end(self, finish: Finish) -> None:
+        """Lets the keys and values go."""
+        self._usage = self.usage
+        self._kv = None
+        self.finish = finish
+        self.request.ended = time.perf_counter()

@@ -1,0 +1,203 @@
+"""LLM: a model that answers, in a few lines of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from magicpig import _native
+from magicpig.attention.methods import make_method
+from magicpig.config import LSHConfig, WindowConfig
+from magicpig.engine.engine import Engine
+from magicpig.engine.params import SamplingParams
+from magicpig.engine.runner import Runner
+from magicpig.engine.sampler import Choice
+from magicpig.engine.scheduler import Scheduler
+from magicpig.engine.sequence import Event, Finish, Request, Usage
+from magicpig.models import load
+
+MEMORY_SHARE = 0.9  # of the memory that is free after loading, for keys, values and indexes
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text, its tokens, why it ended, and (if asked for) what the model gave each token."""
+
+    text: str
+    token_ids: list[int]
+    finish: Finish
+    choices: list[Choice]
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The completions of one prompt, and how long they took."""
+
+    prompt_tokens: int
+    completions: list[Completion]
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def text(self) -> str:
+        """Of the first completion."""
+        return self.completions[0].text
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+
+class LLM:
+    """A model, ready to generate.
+
+    model: a built-in name ("smollm2"), a local folder, or a name on the Hugging Face hub.
+    method: how decode steps attend to the far context: "lsh" samples it, "full" reads all of it.
+    lsh, dense_layers, window: see LSHConfig, WindowConfig; dense layers read every row, None means
+        the first and the middle one.
+    device, dtype: see magicpig.models.load.
+    max_sequences: completions that run at the same time; more wait.
+    memory_bytes: for keys, values and indexes of all of them; None: most of what is free.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        method: str = "lsh",
+        lsh: LSHConfig | None = None,
+        dense_layers: Sequence[int] | None = None,
+        window: WindowConfig | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_sequences: int = 64,
+        memory_bytes: int | None = None,
+    ) -> None:
+        loaded = load(model, device, dtype)
+        self.name = loaded.name
+        self.tokenizer = loaded.tokenizer
+        config = loaded.model.config.get_text_config(decoder=True)
+        chosen = make_method(method, config.num_hidden_layers, lsh, dense_layers)
+        ends = loaded.model.generation_config.eos_token_id  # type: ignore[union-attr]
+        ends = [ends] if isinstance(ends, int) else ends or []
+        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+        self.engine = Engine(
+            Runner(loaded.model, chosen, window or WindowConfig()),
+            loaded.tokenizer,
+            Scheduler(
+                memory_bytes or int(_native.available_memory() * MEMORY_SHARE), max_sequences
+            ),
+            frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
+            self.max_length,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> list[Generation]:
+        """Completes a prompt, or several together. A prompt is text or a list of token ids.
+
+        on_event: told of everything that happens, as it happens.
+        An error in one prompt is raised when all others are done.
+        """
+        requests = [
+            self.engine.add(self.encode(prompt), params or SamplingParams())
+            for prompt in _as_list(prompts)
+        ]
+        collected = [_Collected(request) for request in requests]
+        by_id = {each.request.id: each for each in collected}
+        for event in self.run(requests):
+            by_id[event.request_id].take(event)
+            if on_event:
+                on_event(event)
+        return [each.generation() for each in collected]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, piece by piece. Closing the iterator ends the request."""
+        request = self.engine.add(self.encode(prompt), params or SamplingParams())
+        for event in self.run([request]):
+            if event.error:
+                raise event.error
+            if event.text and event.index == 0:
+                yield event.text
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:
+        """The answer to a conversation: messages with role ("system", "user", ...) and content."""
+        return self.generate([self.encode_chat(messages)], params)[0]
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Steps the engine until these requests are done; ends them when the caller leaves."""
+        left = {request.id: request.params.n for request in requests}
+        try:
+            while left:
+                for event in self.engine.step():
+                    if event.request_id in left:
+                        if event.finish:
+                            left[event.request_id] -= 1
+                            if not left[event.request_id]:
+                                del left[event.request_id]
+                        yield event
+        finally:
+            for request_id in list(left):
+                self.engine.abort(request_id)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        return list(prompt)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
+        if not messages:
+            raise ValueError("messages is empty: a conversation has one message at least")
+        if self.tokenizer.chat_template is None:
+            raise ValueError(f"the model {self.name!r} has no chat template; use generate")
+        text: Any = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class _Collected:
+    """What a request's events add up to."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.texts = [""] * request.params.n
+        self.choices: list[list[Choice]] = [[] for _ in range(request.params.n)]
+        self.error: Exception | None = None
+
+    def take(self, event: Event) -> None:
+        self.texts[event.index] += event.text
+        if event.choice:
+            self.choices[event.index].append(event.choice)
+        self.error = self.error or event.error
+
+    def generation(self) -> Generation:
+        if self.error:
+            raise self.error
+        request = self.request
+        completions = [
+            Completion(text, s.token_ids, s.finish or Finish.ABORT, choices, s.usage)
+            for text, s, choices in zip(self.texts, request.sequences, self.choices, strict=True)
+        ]
+        return Generation(
+            len(request.prompt_ids),
+            completions,
+            request.prefilled - request.started,
+            request.ended - request.prefilled,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
