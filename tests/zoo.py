@@ -1,18 +1,25 @@
 """Small models with random weights, one of each architecture that is shown to work."""
 
+from pathlib import Path
+
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 
+from magicpig.models import LoadedModel
+
 COMMON = {
-    "vocab_size": 211,
+    "vocab_size": 300,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -38,6 +45,9 @@ CONFIGS = {
     ),
     "mistral": lambda: MistralConfig(**COMMON, head_dim=32, sliding_window=None),
     "mistral-sliding": lambda: MistralConfig(**COMMON, sliding_window=24),
+    "lfm2": lambda: Lfm2Config(
+        **COMMON, layer_types=["conv", "full_attention", "conv", "full_attention"]
+    ),
     "qwen2": lambda: Qwen2Config(**COMMON),
     "qwen3": lambda: Qwen3Config(**COMMON, head_dim=24),
     "gemma3": lambda: Gemma3TextConfig(
@@ -55,7 +65,6 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
 }
-ISSUE = ["llama", "mistral", "mistral-sliding", "qwen2", "qwen3", "gemma3"]
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0):
@@ -65,3 +74,25 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0):
         if parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
     return model.eval()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token; a chat is its messages on lines of their own."""
+    specials = ["<pad>", "<bos>", "<eos>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(specials + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    )
+
+
+def loaded(name: str, **arguments) -> LoadedModel:
+    return LoadedModel(make_model(name, **arguments), make_tokenizer(), name, Path())

@@ -15,7 +15,7 @@ from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Choice
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Event, Finish, Request, Usage
-from magicpig.models import load
+from magicpig.models import LoadedModel, load
 
 MEMORY_SHARE = 0.9  # of the memory that is free after loading, for keys, values and indexes
 
@@ -56,7 +56,8 @@ class Generation:
 class LLM:
     """A model, ready to generate.
 
-    model: a built-in name ("smollm2"), a local folder, or a name on the Hugging Face hub.
+    model: a built-in name ("smollm2"), a local folder, a name on the Hugging Face hub, or a model
+        that magicpig.models.load gave; the LLM then has it for itself.
     method: how decode steps attend to the far context: "lsh" samples it, "full" reads all of it.
     lsh, dense_layers, window: see LSHConfig, WindowConfig; dense layers read every row, None means
         the first and the middle one.
@@ -67,7 +68,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2",
+        model: str | LoadedModel = "smollm2",
         *,
         method: str = "lsh",
         lsh: LSHConfig | None = None,
@@ -78,20 +79,19 @@ class LLM:
         max_sequences: int = 64,
         memory_bytes: int | None = None,
     ) -> None:
-        loaded = load(model, device, dtype)
+        loaded = load(model, device, dtype) if isinstance(model, str) else model
         self.name = loaded.name
         self.tokenizer = loaded.tokenizer
         config = loaded.model.config.get_text_config(decoder=True)
         chosen = make_method(method, config.num_hidden_layers, lsh, dense_layers)
-        ends = loaded.model.generation_config.eos_token_id  # type: ignore[union-attr]
+        ends = loaded.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
+        memory = memory_bytes or int(_native.available_memory() * MEMORY_SHARE)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
         self.engine = Engine(
             Runner(loaded.model, chosen, window or WindowConfig()),
             loaded.tokenizer,
-            Scheduler(
-                memory_bytes or int(_native.available_memory() * MEMORY_SHARE), max_sequences
-            ),
+            Scheduler(memory, max_sequences),
             frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
             self.max_length,
         )

