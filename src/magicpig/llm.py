@@ -15,6 +15,7 @@ from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Choice
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Event, Finish, Request, Usage
+from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel, load
 
 MEMORY_SHARE = 0.9  # of the memory that is free after loading, for keys, values and indexes
@@ -39,6 +40,7 @@ class Generation:
     """The completions of one prompt, and how long they took."""
 
     prompt_tokens: int
+    known_tokens: int
     completions: list[Completion]
     prefill_seconds: float
     decode_seconds: float
@@ -49,8 +51,18 @@ class Generation:
         return self.completions[0].text
 
     @property
+    def read_tokens(self) -> int:
+        """Tokens of the prompt that were not known before."""
+        return self.prompt_tokens - self.known_tokens
+
+    @property
     def new_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Of decode steps: all new tokens but the first ones, which the prompt gave."""
+        return self.new_tokens - len(self.completions)
 
 
 class LLM:
@@ -107,10 +119,39 @@ class LLM:
         on_event: told of everything that happens, as it happens.
         An error in one prompt is raised when all others are done.
         """
-        requests = [
-            self.engine.add(self.encode(prompt), params or SamplingParams())
-            for prompt in _as_list(prompts)
-        ]
+        params = params or SamplingParams()
+        requests: list[Request] = []
+        try:
+            for prompt in _as_list(prompts):
+                requests.append(self.engine.add(self.encode(prompt), params))
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.id)
+            raise
+        return self._collect(requests, on_event)
+
+    def generate_from(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        known: SequenceKV | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> Generation:
+        """Completes one prompt, the first tokens of which may be known (`read` gives them)."""
+        return self._collect([self.engine.add(prompt_ids, params, known)], on_event)[0]
+
+    def read(
+        self, prompt_ids: Sequence[int], on_event: Callable[[Event], None] | None = None
+    ) -> SequenceKV:
+        """Reads a text, to be gone on from any number of times by generate_from."""
+        request = self.engine.add(prompt_ids, SamplingParams(max_tokens=1), keep_prompt=True)
+        self._collect([request], on_event)
+        assert request.prompt
+        return request.prompt
+
+    def _collect(
+        self, requests: list[Request], on_event: Callable[[Event], None] | None
+    ) -> list[Generation]:
         collected = [_Collected(request) for request in requests]
         by_id = {each.request.id: each for each in collected}
         for event in self.run(requests):
@@ -191,6 +232,7 @@ class _Collected:
         ]
         return Generation(
             len(request.prompt_ids),
+            request.known.num_tokens if request.known else 0,
             completions,
             request.prefilled - request.started,
             request.ended - request.prefilled,

@@ -50,6 +50,12 @@ class Lsh(Method):
 METHODS: dict[str, type[Full] | type[Lsh]] = {method.name: method for method in (Full, Lsh)}
 
 
+def check_method(name: str) -> None:
+    """Raises for an unknown method."""
+    if name not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, not {name!r}")
+
+
 def make_method(
     name: str,
     num_layers: int,
@@ -60,8 +66,7 @@ def make_method(
 
     dense_layers: layers that always read every row; None: the first and the middle one.
     """
-    if name not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, not {name!r}")
+    check_method(name)
     if lsh is not None and not isinstance(lsh, LSHConfig):
         raise TypeError(f"lsh must be an LSHConfig or None, not {lsh!r}")
     if dense_layers is None:

@@ -1,0 +1,36 @@
+"""The command line: `magicpig generate`, `doctor`, `pull`."""
+
+from __future__ import annotations
+
+import typer
+
+from magicpig.cli.doctor import doctor
+from magicpig.cli.generate import generate
+from magicpig.cli.pull import pull
+from magicpig.cli.report import reported
+
+app = typer.Typer(
+    name="magicpig",
+    help="Long-context LLM decoding with sampled attention over a KV cache in CPU memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
+        import magicpig
+
+        print(magicpig.__version__)
+        raise typer.Exit
+
+
+for command in (generate, pull, doctor):
+    app.command(rich_help_panel="Commands")(reported(command))
+
+
+def main() -> None:
+    app(prog_name="magicpig")

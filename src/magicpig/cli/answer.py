@@ -1,0 +1,145 @@
+"""Running one prompt for people to watch: a bar while it is read, then its text as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from magicpig.engine.params import SamplingParams
+from magicpig.engine.sequence import Event
+from magicpig.kv.sequence import SequenceKV
+from magicpig.llm import LLM, Generation
+
+BAR_FROM_TOKENS = 512  # shorter prompts are read before a bar would be seen
+
+console = Console(stderr=True, highlight=False)
+
+
+def answer(
+    llm: LLM, prompt_ids: list[int], params: SamplingParams, known: SequenceKV | None = None
+) -> Generation:
+    """Prints the completions; one alone is streamed."""
+    generation = generated(llm, prompt_ids, params, known, shown=params.n == 1)
+    for i, completion in enumerate(generation.completions if params.n > 1 else []):
+        print(f"[{i + 1}/{params.n}]\n{completion.text.strip()}\n")
+    console.print(summary(generation), style="dim")
+    return generation
+
+
+def generated(
+    llm: LLM,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    known: SequenceKV | None = None,
+    shown: bool = False,
+) -> Generation:
+    """The completions of a prompt, with a bar on a terminal; `shown`: printed as they come."""
+    written = ""
+    with reading_bar(len(prompt_ids) - (known.num_tokens if known else 0)) as read:
+
+        def on_event(event: Event) -> None:
+            nonlocal written
+            read(event.prefilled - (known.num_tokens if known else 0))
+            if shown and event.text:
+                text = event.text if written else event.text.lstrip()
+                sys.stdout.write(text)
+                sys.stdout.flush()
+                written += text
+
+        generation = llm.generate_from(prompt_ids, params, known, on_event)
+    if shown and not written.endswith("\n"):
+        print()
+    return generation
+
+
+@contextmanager
+def reading_bar(total: int) -> Iterator[Any]:
+    """A function that takes the tokens read so far, and moves a bar; it goes when all are read."""
+    if total < BAR_FROM_TOKENS or not console.is_terminal:
+        yield lambda done: None
+        return
+    bar = Progress(
+        TextColumn("reading"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task = bar.add_task("reading", total=total)
+    bar.start()
+
+    def read(done: int) -> None:
+        if done > 0:
+            bar.update(task, completed=done)
+        if done >= total:
+            bar.stop()
+
+    try:
+        yield read
+    finally:
+        bar.stop()
+
+
+def summary(generation: Generation) -> str:
+    """One line: sizes, speeds, the share of keys read, memory."""
+    usages = [completion.usage for completion in generation.completions]
+    window = sum(usage.nbytes.window for usage in usages)
+    share = sum(usage.share_read for usage in usages) / len(usages)
+    parts = [
+        f"{generation.prompt_tokens:,} prompt tokens",
+        f"prefill {_rate(generation.read_tokens, generation.prefill_seconds)}",
+        f"{generation.new_tokens:,} new",
+        f"decode {_rate(generation.decode_tokens, generation.decode_seconds)}",
+        f"{100 * share:.1f} % of keys read",
+        f"rows {_megabytes(usages[0].nbytes.rows)}, index {_megabytes(usages[0].nbytes.index)}, "
+        f"window {_megabytes(window)}",
+    ]
+    return " · ".join(parts)
+
+
+def as_dict(generation: Generation) -> dict[str, Any]:
+    """For --json."""
+    return {
+        "prompt_tokens": generation.prompt_tokens,
+        "new_tokens": generation.new_tokens,
+        "prefill_seconds": round(generation.prefill_seconds, 4),
+        "decode_seconds": round(generation.decode_seconds, 4),
+        "prefill_tokens_per_second": _per_second(
+            generation.read_tokens, generation.prefill_seconds
+        ),
+        "decode_tokens_per_second": _per_second(
+            generation.decode_tokens, generation.decode_seconds
+        ),
+        "completions": [
+            {
+                "text": completion.text,
+                "finish": completion.finish.value,
+                "tokens": len(completion.token_ids),
+                "share_of_keys_read": round(completion.usage.share_read, 4),
+                "row_bytes": completion.usage.nbytes.rows,
+                "index_bytes": completion.usage.nbytes.index,
+                "window_bytes": completion.usage.nbytes.window,
+            }
+            for completion in generation.completions
+        ],
+    }
+
+
+def _per_second(tokens: int, seconds: float) -> float | None:
+    return round(tokens / seconds, 2) if tokens and seconds > 0 else None
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    rate = _per_second(tokens, seconds)
+    return "-" if rate is None else f"{rate:,.1f} tokens/s"
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,67 @@
+"""What `magicpig generate` is given, checked before anything slow begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from magicpig.document import Document
+
+STDIN = Path("-")
+
+
+def prompt_of(
+    prompt: str | None, files: Sequence[Path], system: str | None, raw: bool
+) -> tuple[Document, str]:
+    """The document and the question. Without files and prompt, stdin is the question."""
+    if prompt is None and not files:
+        if sys.stdin.isatty():
+            print("magicpig: reading the prompt; end it with Ctrl-D", file=sys.stderr)
+        prompt = decoded("stdin", sys.stdin.buffer.read())
+    texts = [
+        decoded("stdin", sys.stdin.buffer.read()) if file == STDIN else read_text(file)
+        for file in files
+    ]
+    text, question = "\n\n".join(texts), prompt or ""
+    if not text.strip() and not question.strip():
+        raise ValueError("the prompt is empty: give --prompt, --file, or text on stdin")
+    from magicpig.document import Document
+
+    return Document(text, system, raw), question
+
+
+def read_text(file: Path) -> str:
+    try:
+        return decoded(str(file), file.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {str(file)!r}") from None
+    except IsADirectoryError:
+        raise IsADirectoryError(f"{str(file)!r} is a folder; name a text file") from None
+
+
+def decoded(name: str, data: bytes) -> str:
+    """UTF-8 text; anything else is refused."""
+    if (at := data.find(0)) >= 0:
+        raise ValueError(f"{name} is not text: byte {at} is zero")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}; "
+            "convert it first, for example with iconv"
+        ) from None
+
+
+def layer_list(text: str | None) -> list[int] | None:
+    """Numbers from a text like 0,15; an empty text is no layer at all."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(
+            f"--dense-layers must be numbers with commas between, like 0,15, not {text!r}"
+        ) from None

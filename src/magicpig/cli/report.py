@@ -1,0 +1,49 @@
+"""How commands end: errors in one line, Ctrl-C and closed pipes without a fuss."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+INTERRUPTED = 128 + signal.SIGINT
+PIPE_CLOSED = 128 + signal.SIGPIPE
+
+
+def fail(message: str) -> None:
+    print(f"magicpig: error: {message}", file=sys.stderr)
+
+
+def reported(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with what goes wrong told in a line instead of a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            _flush()
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Python would flush once more at its end, and complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(PIPE_CLOSED) from None
+        except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
+            _flush()
+            fail(str(error) or type(error).__name__)
+            raise typer.Exit(1) from None
+
+    return run
+
+
+def _flush() -> None:
+    """Partial output ends with a line of its own."""
+    if sys.stdout.isatty():
+        print()
+    sys.stdout.flush()
