@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "bind_linear.h"
 #include "dispatch.h"
 #include "layer_kv.h"
 #include "roofs.h"
@@ -250,6 +251,8 @@ NB_MODULE(_native, m) {
   m.def("stream_read_roof", &stream_read_roof, "bytes"_a, "repeats"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a,
         nb::call_guard<nb::gil_scoped_release>());
+
+  bind_linear(m);
 }
 
 }  // namespace magicpig
