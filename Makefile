@@ -33,6 +33,7 @@ neon: $(VENV)/.built
 		-DMAGICPIG_PYTHON=OFF -DMAGICPIG_TESTS=ON
 	$(BIN)/ninja -C build/neon
 	qemu-aarch64-static build/neon/native_test
+	qemu-aarch64-static build/neon/linear_test
 
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)

@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "bind_linear.h"
 #include "dispatch.h"
 #include "layer_kv.h"
 #include "roofs.h"
@@ -217,6 +218,7 @@ NB_MODULE(_native, m) {
   m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a,
         nb::call_guard<nb::gil_scoped_release>());
   bind_window(m);
+  bind_linear(m);
 }
 
 }  // namespace magicpig

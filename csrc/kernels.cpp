@@ -13,6 +13,8 @@
 #endif
 #include "kernels_attend.h"
 #include "kernels_index.h"
+#include "kernels_linear.h"
+#include "kernels_norm.h"
 
 namespace magicpig {
 
@@ -36,6 +38,11 @@ extern const Kernels kernels = {
     {centre<bf16>, centre<f16>, centre<float>},
     hash,
     exp_of,
+    sizeof(LinearInput),
+    prepare_inputs,
+    linear,
+    gated,
+    rms_norm,
 };
 }  // namespace MAGICPIG_ISA
 

@@ -69,6 +69,25 @@ struct PartialState {
   float lanes[16];  // the kernel's own: the sum in parts
 };
 
+// Weights of linear layers lie in groups of two panels of sixteen outputs: [num_pairs][2][16][2], one stream per group.
+constexpr uint32_t kPanel = 16;
+constexpr uint32_t kGroup = 2 * kPanel;
+constexpr uint32_t kLinearBlockRows = 192;  // the most rows a call of a linear kernel takes
+
+// One group of outputs for some rows. Sums over the inputs run in one order, whatever the number of rows.
+struct LinearArgs {
+  const void* inputs;   // [rows, input_stride], as prepare_inputs leaves them
+  size_t input_stride;  // in elements
+  size_t rows;
+  size_t num_pairs;    // of inputs
+  const bf16* group;   // [num_pairs][2][16][2]
+  const float* bias;   // [2][16]
+  size_t num_outputs;  // of the group: the rest is padding and is not written
+};
+
+enum Activation { kSilu = 0, kGeluTanh = 1 };
+enum NormScale { kTimesWeight = 0, kTimesOnePlusWeight = 1 };
+
 struct Kernels {
   const char* name;
   // By row type. `states`: one per head, overwritten. An empty row set gives max = -inf, sum = 0, out = 0.
@@ -90,6 +109,15 @@ struct Kernels {
   void (*hash)(const float* x, size_t count, uint32_t dim, const bf16* panels, uint32_t num_groups, uint16_t* bits,
                size_t bits_stride, float* scratch);
   void (*exp)(const float* x, size_t count, float* out);  // count: a multiple of 16; for tests
+  size_t input_bytes;                                     // of an element of prepared inputs
+  // Brings `in` columns of bf16 rows into the form the linear kernels read, and fills an odd last pair with zero.
+  void (*prepare_inputs)(const bf16* x, size_t rows, size_t in, void* inputs, size_t input_stride);
+  void (*linear)(const LinearArgs& args, bf16* out, size_t out_stride);
+  // The first panel is the gate, the second what it gates: activation(gate) * up, rounded to bf16, as prepared inputs.
+  void (*gated)(const LinearArgs& args, Activation activation, void* out, size_t out_stride);
+  // x / sqrt(mean of squares + eps), rounded to bf16 and then scaled by the weight, or scaled by 1 + weight and rounded
+  // once.
+  void (*rms_norm)(const bf16* x, size_t rows, size_t dim, const bf16* weight, NormScale scale, float eps, bf16* out);
 };
 
 // One object file per instruction set exports exactly one of these.

@@ -14,6 +14,8 @@ struct vec {
 constexpr int kHeadTile = 1;
 constexpr int kHashRows = 4;
 constexpr int kHashGroups = 1;
+constexpr int kLinearRows = 4;  // register tile of linear layers
+constexpr int kLinearPanels = 1;
 
 inline vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline vec set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

@@ -12,6 +12,8 @@ using vec = __m512;
 constexpr int kHeadTile = 4;  // heads that share a loaded row
 constexpr int kHashRows = 6;  // register tile of the hashing product
 constexpr int kHashGroups = 4;
+constexpr int kLinearRows = 12;  // register tile of linear layers
+constexpr int kLinearPanels = 2;
 
 inline vec zero() { return _mm512_setzero_ps(); }
 inline vec set1(float x) { return _mm512_set1_ps(x); }

@@ -14,6 +14,8 @@ struct vec {
 constexpr int kHeadTile = 1;
 constexpr int kHashRows = 4;
 constexpr int kHashGroups = 1;
+constexpr int kLinearRows = 4;  // register tile of linear layers
+constexpr int kLinearPanels = 1;
 
 #define MAGICPIG_EACH(expression)                    \
   vec out;                                           \

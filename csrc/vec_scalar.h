@@ -14,6 +14,8 @@ struct vec {
 constexpr int kHeadTile = 1;
 constexpr int kHashRows = 2;
 constexpr int kHashGroups = 1;
+constexpr int kLinearRows = 2;  // register tile of linear layers
+constexpr int kLinearPanels = 1;
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
@@ -96,7 +98,7 @@ inline vec sqrt(vec a) { MAGICPIG_EACH(__builtin_sqrtf(a.x[i])); }
 inline vec round(vec a) { MAGICPIG_EACH((a.x[i] + 12582912.0f) - 12582912.0f); }          // for |x| < 2^22
 inline vec floor(vec a) { MAGICPIG_EACH(static_cast<float>(static_cast<int>(a.x[i]))); }  // for 0 <= x < 2^31
 inline float power_of_two(float n) {
-  uint32_t bits = static_cast<uint32_t>(static_cast<int>(n) + 127) << 23;
+  uint32_t bits = static_cast<uint32_t>(static_cast<int>(n == n ? n : 0) + 127) << 23;
   float out;
   memcpy(&out, &bits, 4);
   return out;

@@ -109,3 +109,41 @@ def step(windows: Sequence[Window], fars: Sequence[LayerKV], queries: Annotated[
     """
     Appends a token to each window and attends to it all; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole.
     """
+
+class PackedLinear:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None: ...
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out [..., out_features] of x [..., in_features], both bfloat16."""
+
+    def lookup(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows of the weight, out [..., in_features], for ids (int64)."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+class GatedMLP:
+    def __init__(self, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, activation: str, gate_bias: torch.Tensor | None = None, up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None) -> None: ...
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out [..., out_features] of x [..., in_features], both bfloat16."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, one_plus_weight: bool, out: torch.Tensor) -> None:
+    """
+    out = x [..., dim] / sqrt(mean of squares + eps), times the weight or one plus the weight; all bfloat16.
+    """

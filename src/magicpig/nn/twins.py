@@ -1,0 +1,147 @@
+"""The native twin of a module, or None: decided by what the module computes, not by its name.
+
+A twin is compared with the module's own forward on random input before it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from magicpig.nn.embedding import PackedEmbedding
+from magicpig.nn.linear import PackedLinear
+from magicpig.nn.mlp import GatedMLP
+from magicpig.nn.norm import RMSNorm
+
+MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's forward and nothing else."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return not any(hooks) and "forward" not in vars(module)
+
+
+def packable(tensor: object) -> TypeGuard[Tensor]:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.dtype == torch.bfloat16
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+    )
+
+
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear
+        and untouched(module)
+        and packable(module.weight)
+        and (module.bias is None or packable(module.bias))
+    )
+
+
+def _random(rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # leaves torch's own generator as it is
+    return torch.randn(rows, columns, generator=generator).bfloat16()
+
+
+def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
+    """module(x), or None if it wants to be called differently."""
+    try:
+        out = module(x)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return None
+    return out if isinstance(out, Tensor) and out.dtype == torch.bfloat16 else None
+
+
+def linear_twin(module: nn.Module) -> PackedLinear | None:
+    return PackedLinear(module) if is_plain_linear(module) else None
+
+
+def norm_twin(module: nn.Module) -> RMSNorm | None:
+    """For modules with one vector `weight` and an epsilon that behave as Llama's or Gemma's."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    state = [*module.parameters(), *module.buffers()]
+    if not packable(weight) or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    if len(state) != 1 or isinstance(module, RMSNorm) or not untouched(module):
+        return None
+    # Rows so small that epsilon counts, and rows so large that it does not.
+    scales = torch.tensor([[0.01], [0.1], [1.0], [30.0]]).sqrt() * eps**0.5
+    x = torch.cat([_random(4, len(weight)) * scales, _random(4, len(weight))]).bfloat16()
+    truth = _outcome(module, x)
+    if truth is None or truth.shape != x.shape:
+        return None
+    for one_plus_weight in (False, True):
+        twin = RMSNorm(weight, eps, one_plus_weight)
+        out = twin(x)
+        close = (out.float() - truth.float()).abs() <= 2**-7 * truth.float().abs()
+        # float32 sums in another order may tip a rounding, but rarely.
+        if close.all() and (out != truth).sum() <= 2 + 0.01 * out.numel():
+            return twin
+    return None
+
+
+def activation_of(function: object) -> str | None:
+    """The name of the known activation that `function` computes."""
+    if not callable(function):
+        return None
+    x = torch.linspace(-12, 12, 4801)
+    try:
+        y = function(x)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    for name, known in ACTIVATIONS.items():
+        if isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, known(x), 1e-5, 1e-5):
+            return name
+    return None
+
+
+def mlp_twin(module: nn.Module) -> GatedMLP | None:
+    """For modules of gate_proj, up_proj, down_proj and act_fn, and nothing else."""
+    gate, up, down = (getattr(module, name, None) for name in MLP_LAYERS)
+    if not (is_plain_linear(gate) and is_plain_linear(up) and is_plain_linear(down)):
+        return None
+    activation = activation_of(getattr(module, "act_fn", None))
+    extra = {name for name, _ in module.named_children()} - {*MLP_LAYERS, "act_fn"}
+    own = [*module.parameters(recurse=False), *module.buffers()]
+    if activation is None or extra or own or not untouched(module):
+        return None
+    if gate.weight.shape != up.weight.shape or down.in_features != gate.out_features:
+        return None
+    x = _random(4, gate.in_features)
+    truth = _outcome(module, x)
+    if truth is None:
+        return None
+    twin = GatedMLP(gate, up, down, activation)
+    out = twin(x)
+    if out.shape != truth.shape:
+        return None
+    error = (out.float() - truth.float()).norm()  # the module rounds twice more than the twin
+    return twin if error <= 0.02 * truth.float().norm() else None
+
+
+def embedding_twin(module: nn.Module, linear: PackedLinear) -> PackedEmbedding | None:
+    """For embeddings tied to `linear`, with or without a constant factor."""
+    if not untouched(module):
+        return None
+    ids = torch.linspace(0, linear.out_features - 1, 16).long()
+    truth = _outcome(module, ids)
+    scale = getattr(module, "embed_scale", None)
+    twin = PackedEmbedding(linear, None if scale is None else float(scale))
+    return twin if truth is not None and torch.equal(twin(ids), truth) else None
