@@ -23,6 +23,7 @@ from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import TAG, BatchLayer
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
+from magicpig.nn import pack
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 
@@ -97,6 +98,8 @@ class Runner:
         if model.dtype not in DTYPES:
             raise ValueError(f"the model's dtype must be one of {list(DTYPES)}, not {model.dtype}")
         self.model = model
+        self.device, self.dtype = model.device, model.dtype  # a packed model has no parameters
+        pack(model)
         self.method = method
         self.window = window
         kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
@@ -158,10 +161,9 @@ class Runner:
         self, token_ids: list[list[int]], positions: list[list[int]], cache: Cache
     ) -> Tensor:
         """Logits [batch, vocab] after the last token of each row."""
-        device = self.model.device
         out = self.model(
-            input_ids=torch.tensor(token_ids, device=device),
-            position_ids=torch.tensor(positions, device=device),
+            input_ids=torch.tensor(token_ids, device=self.device),
+            position_ids=torch.tensor(positions, device=self.device),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -176,7 +178,7 @@ class Runner:
         config = self.model.config.get_text_config(decoder=True)
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        vectors = 2 * heads * (-(-dim // 16) * 16) * self.model.dtype.itemsize
+        vectors = 2 * heads * (-(-dim // 16) * 16) * self.dtype.itemsize
         tokens = prompt_tokens + n * new_tokens
         total = 0
         for i, layer in enumerate(DynamicCache(config=self.model.config).layers):
