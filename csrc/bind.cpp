@@ -49,6 +49,34 @@ void append(LayerKV& kv, const Array& keys, const Array& values) {
   kv.append(key_view, value_view, count);
 }
 
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteView = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>;
+
+Buffer borrowed(const Bytes& bytes, const char* name) {
+  if (bytes.size() == 0) return {};
+  if (reinterpret_cast<uintptr_t>(bytes.data()) % 64) refuse(std::string(name) + " must be aligned to 64 bytes");
+  return Buffer(reinterpret_cast<const char*>(bytes.data()), bytes.size(), std::make_shared<Bytes>(bytes));
+}
+
+void adopt(LayerKV& kv, uint32_t num_tokens, const Bytes& rows, const Bytes& tables) {
+  Buffer row_memory = borrowed(rows, "rows"), table_memory = borrowed(tables, "tables");
+  nb::gil_scoped_release release;
+  kv.adopt(std::make_shared<Segment>(kv.geometry(), num_tokens, std::move(row_memory), std::move(table_memory)));
+}
+
+std::pair<ByteView, ByteView> segment_memory(const LayerKV& kv, size_t i) {
+  const auto segments = kv.segments();
+  if (i >= segments->size()) refuse("no such segment");
+  using Held = std::shared_ptr<const Segment>;
+  auto* held = new Held((*segments)[i]);
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<Held*>(p); });
+  const auto view = [&](const Buffer& buffer) {
+    return ByteView(reinterpret_cast<const uint8_t*>(buffer.data()), {buffer.size()}, owner);
+  };
+  const Tables* index = (*held)->index();
+  return {view((*held)->row_memory()), index ? view(index->memory()) : ByteView(nullptr, {0}, owner)};
+}
+
 void read(const LayerKV& kv, size_t first, const Rows& keys, const Rows& values) {
   const auto segments = kv.segments();
   read_checked(kv.geometry(), runs_of(*segments), first, keys, values);
@@ -164,6 +192,10 @@ NB_MODULE(_native, m) {
       .def("fork", &LayerKV::fork)
       .def("read", &read, "first"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
            "Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].")
+      .def("adopt", &adopt, "num_tokens"_a, "rows"_a.noconvert(), "tables"_a.noconvert(),
+           "Adds a segment from memory that segment_memory gave, or a copy of it; the arrays are held, not copied.")
+      .def("segment_memory", &segment_memory, "segment"_a,
+           "Views of a segment's rows and tables; the tables are empty where there is no index.")
       .def_prop_ro("num_tokens", [](const LayerKV& kv) { return num_tokens(*kv.segments()); })
       .def_prop_ro("segment_sizes",
                    [](const LayerKV& kv) {

@@ -121,6 +121,13 @@ void LayerKV::append(const TensorView& keys, const TensorView& values, size_t co
   list_ = joined(*list_, list_->size(), fresh);
 }
 
+void LayerKV::adopt(std::shared_ptr<const Segment> segment) {
+  std::lock_guard<std::mutex> lock(list_mutex);
+  require(num_tokens(*list_) + segment->num_tokens() <= INT32_MAX,
+          "the sequence would be longer than 2,147,483,647 tokens");
+  list_ = joined(*list_, list_->size(), {std::move(segment)});
+}
+
 std::unique_ptr<LayerKV> LayerKV::fork() const {
   auto copy = std::make_unique<LayerKV>(geometry_);
   copy->list_ = segments();

@@ -16,7 +16,8 @@ class LayerKV {
 
   // Adds `count` tokens. On any exception the object is as it was.
   void append(const TensorView& keys, const TensorView& values, size_t count);
-  std::unique_ptr<LayerKV> fork() const;  // shares all segments
+  void adopt(std::shared_ptr<const Segment> segment);  // adds a segment as it is
+  std::unique_ptr<LayerKV> fork() const;               // shares all segments
 
   const Geometry& geometry() const { return geometry_; }
   std::shared_ptr<const SegmentList> segments() const;

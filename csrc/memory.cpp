@@ -77,7 +77,11 @@ Buffer::Buffer(size_t bytes) : size_(bytes) {
 #endif
 }
 
+Buffer::Buffer(const char* data, size_t bytes, std::shared_ptr<const void> owner)
+    : data_(const_cast<char*>(data)), size_(bytes), owner_(std::move(owner)) {}
+
 Buffer::~Buffer() {
+  if (owner_) return;
   if (mapped_) {
     munmap(data_, mapped_);
   } else if (data_) {
@@ -88,12 +92,14 @@ Buffer::~Buffer() {
 Buffer::Buffer(Buffer&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
-      mapped_(std::exchange(other.mapped_, 0)) {}
+      mapped_(std::exchange(other.mapped_, 0)),
+      owner_(std::move(other.owner_)) {}
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   std::swap(mapped_, other.mapped_);
+  std::swap(owner_, other.owner_);
   return *this;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 namespace magicpig {
 
@@ -16,6 +17,8 @@ class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(size_t bytes);  // aligned to 64 bytes at least; contents undefined
+  // Someone else's memory, such as a file's, read only, for as long as the owner is held.
+  Buffer(const char* data, size_t bytes, std::shared_ptr<const void> owner);
   ~Buffer();
   Buffer(Buffer&& other) noexcept;
   Buffer& operator=(Buffer&& other) noexcept;
@@ -29,6 +32,7 @@ class Buffer {
   char* data_ = nullptr;
   size_t size_ = 0;
   size_t mapped_ = 0;  // bytes from mmap, 0 when from the heap
+  std::shared_ptr<const void> owner_;
 };
 
 }  // namespace magicpig

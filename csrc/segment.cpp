@@ -46,6 +46,19 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
   row_seconds_ = watch.seconds();
 }
 
+Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer tables)
+    : num_tokens_(count),
+      num_kv_heads_(geometry.num_kv_heads),
+      row_bytes_(geometry.row_bytes()),
+      rows_(std::move(rows)) {
+  if (count < 1 || count > kMaxTokens) throw std::invalid_argument("a segment has from 1 to 65,536 tokens");
+  if (rows_.size() != size_t{num_kv_heads_} * count * row_bytes_)
+    throw std::invalid_argument("rows have the wrong size");
+  if (tables.size() == 0) return;
+  if (!geometry.lsh) throw std::invalid_argument("tables belong to layers with an index");
+  index_ = std::make_unique<Tables>(geometry.lsh, geometry.type, num_kv_heads_, count, std::move(tables));
+}
+
 void Segment::build_index(const Geometry& geometry) {
   if (!geometry.lsh || num_tokens_ < geometry.exact_below) return;
   index_ = std::make_unique<Tables>(kernels(), geometry.lsh, geometry.type, num_kv_heads_, num_tokens_, rows_.data());

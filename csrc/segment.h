@@ -37,6 +37,10 @@ class Segment {
   // what attention can take.
   Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count);
 
+  // A segment that was saved: rows, and tables if it had an index, as another's memories had them.
+  // std::invalid_argument for a wrong size and for tables that reach outside.
+  Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer tables);
+
   // Called once, before anyone else sees the segment.
   void build_index(const Geometry& geometry);
 
@@ -44,6 +48,7 @@ class Segment {
   Run run() const { return {rows_.data(), size_t{num_tokens_} * row_bytes_, num_tokens_, index_.get()}; }
   const Tables* index() const { return index_.get(); }  // null: read the rows whole
   double row_seconds() const { return row_seconds_; }   // the time it took to copy the rows
+  const Buffer& row_memory() const { return rows_; }
   size_t row_nbytes() const { return rows_.size(); }
   size_t index_nbytes() const { return index_ ? index_->nbytes() : 0; }
 

@@ -1,8 +1,10 @@
 #include "tables.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "dot.h"
@@ -29,8 +31,7 @@ size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
-Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
-               uint32_t num_tokens, const char* rows)
+Tables::Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens)
     : lsh_(std::move(lsh)),
       num_tokens_(num_tokens),
       row_bytes_(size_t{2} * lsh_->dim * element_bytes(type)),
@@ -39,6 +40,38 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
   norms_at_ = offsets_at_ + aligned(size_t{lsh_->num_tables} * (lsh_->num_buckets() + 1) * sizeof(uint32_t));
   mean_at_ = norms_at_ + aligned(num_tokens * sizeof(float));
   head_bytes_ = mean_at_ + aligned(lsh_->dim * sizeof(float));
+}
+
+Tables::Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory)
+    : Tables(std::move(lsh), type, num_kv_heads, num_tokens) {
+  if (memory.size() != num_kv_heads * head_bytes_) throw std::invalid_argument("tables have the wrong size");
+  memory_ = std::move(memory);
+  std::atomic<bool> all{true};
+  parallel_for(size_t{num_kv_heads} * lsh_->num_tables, [&](size_t i) {
+    if (!valid(static_cast<uint32_t>(i / lsh_->num_tables), static_cast<uint32_t>(i % lsh_->num_tables))) all = false;
+  });
+  if (!all) throw std::invalid_argument("tables name rows that are not there");
+  for (uint32_t head = 0; head < num_kv_heads; ++head) find_keys_at_mean(head);
+}
+
+bool Tables::valid(uint32_t kv_head, uint32_t table) const {
+  const uint32_t buckets = lsh_->num_buckets();
+  const uint32_t* starts = offsets(kv_head) + size_t{table} * (buckets + 1);
+  const uint16_t* begin = ids(kv_head) + size_t{table} * num_tokens_;
+  uint16_t largest = 0;
+  for (uint32_t i = 0; i < num_tokens_; ++i) largest = std::max(largest, begin[i]);
+  return starts[0] == 0 && starts[buckets] == num_tokens_ && std::is_sorted(starts, starts + buckets + 1) &&
+         largest < num_tokens_;
+}
+
+void Tables::find_keys_at_mean(uint32_t kv_head) {
+  for (uint32_t i = 0; i < num_tokens_; ++i)
+    if (inv_norms(kv_head)[i] == 0) at_mean_[kv_head].push_back(static_cast<uint16_t>(i));
+}
+
+Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
+               uint32_t num_tokens, const char* rows)
+    : Tables(std::move(lsh), type, num_kv_heads, num_tokens) {
   const size_t bit_bytes = size_t{lsh_->num_groups} * num_tokens * sizeof(uint16_t);
   require_memory(num_kv_heads * head_bytes_ + bit_bytes);
   memory_ = Buffer(num_kv_heads * head_bytes_);
@@ -61,8 +94,7 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
       kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens,
                    scratch.data());
     });
-    for (uint32_t i = 0; i < num_tokens; ++i)
-      if (inv_norms(head)[i] == 0) at_mean_[head].push_back(static_cast<uint16_t>(i));
+    find_keys_at_mean(head);
     hash_seconds_ += hashing.seconds();
     const Stopwatch sorting;
     parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(bits, head, static_cast<uint32_t>(table)); });

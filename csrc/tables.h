@@ -16,6 +16,10 @@ class Tables {
   Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
          uint32_t num_tokens, const char* rows);
 
+  // The tables of a segment that was saved: `memory` as another's memory() had it. std::invalid_argument unless its
+  // size is right and everything in it stays within the segment.
+  Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory);
+
   struct Bucket {
     const uint16_t *begin, *end;
   };
@@ -43,8 +47,12 @@ class Tables {
   double sort_seconds() const { return sort_seconds_; }
 
   size_t nbytes() const { return memory_.size(); }
+  const Buffer& memory() const { return memory_; }
 
  private:
+  Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens);
+  void find_keys_at_mean(uint32_t kv_head);
+  bool valid(uint32_t kv_head, uint32_t table) const;
   uint16_t* ids(uint32_t kv_head) const { return reinterpret_cast<uint16_t*>(memory_.data() + kv_head * head_bytes_); }
   uint32_t* offsets(uint32_t kv_head) const {
     return reinterpret_cast<uint32_t*>(memory_.data() + kv_head * head_bytes_ + offsets_at_);

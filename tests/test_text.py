@@ -137,6 +137,11 @@ def test_the_leading_space_of_later_words_is_kept():
     assert "".join(streamed(METASPACE, with_specials)[0]) == "the quick fox"
 
 
+def test_an_unknown_id_does_not_make_the_next_token_the_first():
+    (space,) = METASPACE.convert_tokens_to_ids(["▁"])
+    assert "".join(streamed(METASPACE, [space, len(METASPACE) + 9, space])[0]) == " "
+
+
 def test_text_that_was_shown_is_not_cleaned_up():
     words = ["<s>", "</s>", "is", "it", "?"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<s>"))

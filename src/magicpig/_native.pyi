@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated
 
+import numpy
+from numpy.typing import NDArray
 import torch
 
 
@@ -22,6 +24,16 @@ class LayerKV:
     def read(self, first: int, keys: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')], values: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')]) -> None:
         """
         Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].
+        """
+
+    def adopt(self, num_tokens: int, rows: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], tables: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Adds a segment from memory that segment_memory gave, or a copy of it; the arrays are held, not copied.
+        """
+
+    def segment_memory(self, segment: int) -> tuple[Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)], Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)]]:
+        """
+        Views of a segment's rows and tables; the tables are empty where there is no index.
         """
 
     @property

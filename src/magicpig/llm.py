@@ -17,6 +17,7 @@ from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Event, Finish, Request, Usage
 from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel, load
+from magicpig.models.identity import identity
 
 MEMORY_SHARE = 0.9  # of the memory that is free after loading, for keys, values and indexes
 
@@ -94,7 +95,16 @@ class LLM:
         loaded = load(model, device, dtype) if isinstance(model, str) else model
         self.name = loaded.name
         self.tokenizer = loaded.tokenizer
+        self.identity = identity(loaded.model)
         config = loaded.model.config.get_text_config(decoder=True)
+        lsh = lsh or LSHConfig()
+        self.settings: dict[str, Any] = {
+            "model": loaded.name,
+            "method": method,
+            "bits_per_table": lsh.bits_per_table,
+            "num_tables": lsh.num_tables,
+            "dense_layers": None if dense_layers is None else list(dense_layers),
+        }
         chosen = make_method(method, config.num_hidden_layers, lsh, dense_layers)
         ends = loaded.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []

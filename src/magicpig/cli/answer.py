@@ -5,19 +5,67 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from magicpig.attention.methods import check_method
+from magicpig.config import LSHConfig
+from magicpig.context import Context
+from magicpig.document import Document
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sequence import Event
+from magicpig.kv import store
 from magicpig.kv.sequence import SequenceKV
 from magicpig.llm import LLM, Generation
+from magicpig.native import set_num_threads
 
 BAR_FROM_TOKENS = 512  # shorter prompts are read before a bar would be seen
 
 console = Console(stderr=True, highlight=False)
+
+
+def use_threads(count: int | None) -> None:
+    """For the native core and for torch; None: all there are."""
+    if count is not None:
+        set_num_threads(count)
+        torch.set_num_threads(count)
+
+
+def load_llm(context: Path | None, options: dict[str, Any], device: str, dtype: str) -> LLM:
+    """The model, as options say; where they say nothing (None), as the saved context was made."""
+    known = store.load_about(context)["settings"] if context else {}
+    chosen = {**known, **{name: value for name, value in options.items() if value is not None}}
+    lsh = {name: chosen[name] for name in ("bits_per_table", "num_tables") if name in chosen}
+    method = chosen.get("method", "lsh")
+    check_method(method)
+    return LLM(
+        chosen.get("model", "smollm2"),
+        method=method,
+        lsh=LSHConfig(**lsh),
+        dense_layers=chosen.get("dense_layers"),
+        device=device,
+        dtype=dtype,
+    )
+
+
+def known_context(
+    llm: LLM, document: Document, context: Path | None, save_context: Path | None
+) -> Context | None:
+    """The saved context; or the document, read now and saved; or nothing."""
+    if context:
+        return Context.load(llm, context)
+    if not save_context:
+        return None
+    token_ids, _ = document.parts(llm.tokenizer, "")
+    with reading_bar(len(token_ids)) as read:
+        known = Context.read(llm, document, lambda event: read(event.prefilled))
+    known.save(llm, save_context)
+    console.print(f"{len(token_ids):,} tokens kept in {save_context}", style="dim")
+    return known
 
 
 def answer(

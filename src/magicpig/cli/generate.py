@@ -21,7 +21,7 @@ def generate(
     model: Annotated[str, option(PROMPT, help="Built-in name, folder or hub name.")] = "smollm2",
     prompt: Annotated[
         str | None,
-        option(PROMPT, "--prompt", "-p", help="The question; without it and --file: stdin."),
+        option(PROMPT, "--prompt", "-p", help="The question. (stdin, if there is no --file)"),
     ] = None,
     file: Annotated[
         list[Path] | None,
@@ -35,6 +35,12 @@ def generate(
         bool,
         option(PROMPT, "--truncate-left", help="Cut a text that is too long."),
     ] = False,
+    save_context: Annotated[
+        Path | None, option(PROMPT, help="Keep the text, as read, in this file.")
+    ] = None,
+    context: Annotated[
+        Path | None, option(PROMPT, help="Text that was kept so, instead of --file.")
+    ] = None,
     max_tokens: Annotated[int, option(SAMPLING, help="Longest answer.")] = 256,
     temperature: Annotated[float, option(SAMPLING, help="0: the likeliest token.")] = 0.0,
     top_p: Annotated[float, option(SAMPLING, help="Nucleus. 1 is off.")] = 1.0,
@@ -47,17 +53,17 @@ def generate(
     ] = None,
     n: Annotated[int, option(SAMPLING, "-n", help="So many answers.")] = 1,
     method: Annotated[
-        str, option(ATTENTION, help="lsh samples the far context, full reads it.")
-    ] = "lsh",
-    bits_per_table: Annotated[int, option(ATTENTION, help="K of the paper.")] = 10,
-    num_tables: Annotated[int, option(ATTENTION, help="L of the paper.")] = 150,
+        str | None, option(ATTENTION, help="lsh samples the far context, full reads it. (lsh)")
+    ] = None,
+    bits_per_table: Annotated[int | None, option(ATTENTION, help="K of the paper. (10)")] = None,
+    num_tables: Annotated[int | None, option(ATTENTION, help="L of the paper. (150)")] = None,
     dense_layers: Annotated[
         str | None,
-        option(ATTENTION, help="Layers that read all, like 0,15; without: first, middle."),
+        option(ATTENTION, help="Layers that read all, like 0,15. (first, middle)"),
     ] = None,
     device: Annotated[str, option(OUTPUT, help="auto, cpu, cuda, ...")] = "auto",
     dtype: Annotated[str, option(OUTPUT, help="auto, bfloat16, float32, ...")] = "auto",
-    threads: Annotated[int | None, option(OUTPUT, help="CPU threads; without: all.")] = None,
+    threads: Annotated[int | None, option(OUTPUT, help="CPU threads. (all)")] = None,
     as_json: Annotated[
         bool, option(OUTPUT, "--json", help="One JSON object instead of text.")
     ] = False,
@@ -66,16 +72,10 @@ def generate(
 
     magicpig generate --file book.txt --prompt "Who keeps the light?"
     """
-    document, question = prompt_of(prompt, file or [], system, raw)
-    from magicpig import LSHConfig
-    from magicpig.attention.methods import check_method
+    document, question = prompt_of(prompt, file or [], system, raw, context, save_context)
+    from magicpig.cli import answer
     from magicpig.engine.params import SamplingParams
-    from magicpig.llm import LLM
-    from magicpig.native import set_num_threads
 
-    check_method(method)
-    if threads is not None:
-        set_num_threads(threads)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -87,22 +87,32 @@ def generate(
         stop=tuple(stop or ()),
         n=n,
     )
-    lsh = LSHConfig(bits_per_table, num_tables)
-    layers = layer_list(dense_layers)
-    llm = LLM(
-        model,
-        method=method,
-        lsh=lsh,
-        dense_layers=layers,
+    answer.use_threads(threads)
+    llm = answer.load_llm(
+        context,
+        {
+            "model": model,
+            "method": method,
+            "bits_per_table": bits_per_table,
+            "num_tables": num_tables,
+            "dense_layers": layer_list(dense_layers),
+        },
         device=device,
         dtype=dtype,
     )
     if truncate_left:
         document = document.cut_left(llm.tokenizer, question, llm.max_length - max_tokens)
-    first, rest = document.parts(llm.tokenizer, question)
-    from magicpig.cli.answer import answer, as_dict, generated
-
-    if as_json:
-        print(json.dumps(as_dict(generated(llm, first + rest, params)), ensure_ascii=False))
+    known = answer.known_context(llm, document, context, save_context)
+    if known is None:
+        first, rest = document.parts(llm.tokenizer, question)
+        prompt_ids = first + rest
+    elif question:
+        prompt_ids = known.prompt_ids(llm, question)
     else:
-        answer(llm, first + rest, params)
+        return  # the text was to be kept, and is
+    kv = None if known is None else known.kv
+    if as_json:
+        generation = answer.generated(llm, prompt_ids, params, kv)
+        print(json.dumps(answer.as_dict(generation), ensure_ascii=False))
+    else:
+        answer.answer(llm, prompt_ids, params, kv)

@@ -14,9 +14,21 @@ STDIN = Path("-")
 
 
 def prompt_of(
-    prompt: str | None, files: Sequence[Path], system: str | None, raw: bool
+    prompt: str | None,
+    files: Sequence[Path],
+    system: str | None,
+    raw: bool,
+    context: Path | None = None,
+    save_context: Path | None = None,
 ) -> tuple[Document, str]:
     """The document and the question. Without files and prompt, stdin is the question."""
+    if context and (files or system is not None or raw or save_context):
+        raise ValueError(
+            "--context comes instead of --file, --system, --raw and --save-context: "
+            "the file holds the text and how it was read"
+        )
+    if save_context and not files:
+        raise ValueError("--save-context keeps the text of --file: name one")
     if prompt is None and not files:
         if sys.stdin.isatty():
             print("magicpig: reading the prompt; end it with Ctrl-D", file=sys.stderr)

@@ -73,7 +73,11 @@ class Detokenizer:
         shown, self._pending = self._pending[:count], self._pending[count:]
         text = self._decode(self._context + shown) if self._pending else self._text
         new = text[len(self._context_text) :]
-        self._context, self._context_text = shown, self._decode(shown)
+        self._context_text = self._decode(shown)
+        if self._context_text:
+            self._context = shown
+        else:  # what shows nothing cannot stand in for the beginning of a text
+            self._context, self._context_text = self._context + shown, text
         self._text = self._context_text
         if self._pending:
             self._text = self._decode(self._context + self._pending)

@@ -120,9 +120,13 @@ class SequenceLayer:
             tokens = read_tokens(self.window, self.far, config.sinks, config.block)
             self._next_far = _builder(os.getpid()).submit(_extended, self.far, *tokens)
 
+    def read_window(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [num_kv_heads, tokens, head_dim] of the window, copied."""
+        return read_tokens(self.window, self.far, 0, self.window.num_tokens)
+
     def read(self) -> tuple[Tensor, Tensor]:
         """Keys and values [num_kv_heads, tokens, head_dim] of all tokens, in order, copied."""
-        keys, values = read_tokens(self.window, self.far, 0, self.window.num_tokens)
+        keys, values = self.read_window()
         if not self.far.num_tokens:
             return keys, values
         sinks = self.config.sinks

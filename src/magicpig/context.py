@@ -1,0 +1,82 @@
+"""Context: a document that was read, to be asked about any number of times, also from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from magicpig.document import Document
+from magicpig.kv import store
+from magicpig.kv.sequence import SequenceKV, SequenceLayer
+from magicpig.kv.store import StoreError
+
+if TYPE_CHECKING:
+    from magicpig.engine.sequence import Event
+    from magicpig.llm import LLM
+
+__all__ = ["Context", "StoreError"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """A document, its tokens, and their keys and values in every layer."""
+
+    document: Document
+    token_ids: list[int]
+    kv: SequenceKV
+
+    @classmethod
+    def read(
+        cls, llm: LLM, document: Document, on_event: Callable[[Event], None] | None = None
+    ) -> Context:
+        """Reads the document with the model."""
+        token_ids, _ = document.parts(llm.tokenizer, "")
+        return cls(document, token_ids, llm.read(token_ids, on_event))
+
+    def prompt_ids(self, llm: LLM, question: str) -> list[int]:
+        """Tokens of the document and a question."""
+        return self.token_ids + self.document.parts(llm.tokenizer, question)[1]
+
+    def save(self, llm: LLM, path: Path | str) -> None:
+        """Writes the context to a file. All or nothing."""
+        about = {
+            "settings": llm.settings,
+            "identity": llm.identity,
+            "document": asdict(self.document),
+            "token_ids": self.token_ids,
+        }
+        store.save(Path(path), self.kv, about)
+
+    @classmethod
+    def load(cls, llm: LLM, path: Path | str) -> Context:
+        """A context from a file. StoreError unless it is whole and belongs to this model."""
+        path = Path(path)
+        about = store.load_about(path)
+        _check_model(llm, path, about)
+        document, token_ids = Document(**about["document"]), about["token_ids"]
+        if document.parts(llm.tokenizer, "")[0] != token_ids:
+            raise StoreError(f"{str(path)!r} was made with another tokenizer or chat template")
+        kv, _ = store.load(path)
+        _check_method(llm, path, kv)
+        return cls(document, token_ids, kv)
+
+
+def _check_model(llm: LLM, path: Path, about: dict[str, Any]) -> None:
+    if about["identity"] != llm.identity:
+        made_with = about["settings"]["model"]
+        raise StoreError(
+            f"{str(path)!r} was made with the model {made_with!r}, which is not the "
+            f"{llm.name!r} in use (or not with these weights, or in this dtype)"
+        )
+
+
+def _check_method(llm: LLM, path: Path, kv: SequenceKV) -> None:
+    for i, layer in enumerate(kv.layers):
+        wanted = llm.engine.runner.method.index(i)
+        if isinstance(layer, SequenceLayer) and not layer.span and layer.far.index != wanted:
+            raise StoreError(
+                f"{str(path)!r} was made with another method: layer {i} has {layer.far.index}, "
+                f"and {wanted} is asked for"
+            )
