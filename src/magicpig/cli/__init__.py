@@ -19,13 +19,21 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         import magicpig
 
         print(magicpig.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
 
 
 for command in (generate, pull, doctor):

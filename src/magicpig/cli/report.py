@@ -27,6 +27,8 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
             sys.stdout.flush()
+        except typer.Exit:  # which is a RuntimeError
+            raise
         except KeyboardInterrupt:
             _flush()
             raise typer.Exit(INTERRUPTED) from None
