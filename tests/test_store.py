@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_the_old_file(saved, monkeypatch):
     with monkeypatch.context() as patch:
         usage = type("Usage", (), {"free": 1000})
         patch.setattr("shutil.disk_usage", lambda _: usage)
-        with pytest.raises(StoreError, match="takes .* MB, and 0 MB are free"):
+        with pytest.raises(StoreError, match=r"takes .* MB, and 0 MB are free"):
             store.save(saved, make_sequence(), {})
     with monkeypatch.context() as patch:
 
@@ -247,7 +247,7 @@ def test_a_context_belongs_to_its_model_and_method(tmp_path):
     with pytest.raises(StoreError, match="another tokenizer or chat template"):
         Context.load(changed, path)
     hybrid = make_llm("lfm2")
-    with pytest.raises(StoreError, match="layer 0 is a .*cannot be saved"):
+    with pytest.raises(StoreError, match=r"layer 0 is a .*cannot be saved"):
         Context.read(hybrid, Document("text " * 60)).save(hybrid, path)
 
 

@@ -18,7 +18,9 @@ def option(panel: str, *names: str, **settings: Any) -> Any:
 
 
 def generate(
-    model: Annotated[str, option(PROMPT, help="Built-in name, folder or hub name.")] = "smollm2",
+    model: Annotated[
+        str | None, option(PROMPT, help="Built-in name, folder or hub name. (smollm2)")
+    ] = None,
     prompt: Annotated[
         str | None,
         option(PROMPT, "--prompt", "-p", help="The question. (stdin, if there is no --file)"),

@@ -85,7 +85,7 @@ def _load(
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         where = {"local_files_only": offline, "trust_remote_code": False}
-        with quietly() if name in BUILTIN else nullcontext():
+        with quietly() if offline else nullcontext():
             try:
                 config = AutoConfig.from_pretrained(source, **where)
                 _check_causal(name, config)

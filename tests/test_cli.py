@@ -1,0 +1,200 @@
+"""The command line: what people type, what they see, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+from zoo import make_model, make_tokenizer
+
+import magicpig
+from magicpig.cli import app
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a small model that never ends by itself."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny = make_model("llama")
+    tiny.generation_config.eos_token_id = None
+    tiny.config.eos_token_id = None
+    tiny.save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments, stdin=None):
+    result = CliRunner().invoke(app, ["generate", *arguments], input=stdin)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def test_answers_a_prompt(model):
+    result = run("--model", model, "-p", "Hello", "--max-tokens", "5")
+    assert result.exit_code == 0
+    assert result.stdout.strip()
+    for part in ("prompt tokens", "prefill", "decode", "of keys read", "rows", "index", "window"):
+        assert part in result.stderr
+
+
+def test_json_is_one_object(model, tmp_path):
+    (tmp_path / "a.txt").write_text("A long text. " * 30)
+    arguments = ["--model", model, "-f", str(tmp_path / "a.txt"), "-p", "Why?", "--json"]
+    result = run(*arguments, "-n", "3", "--temperature", "1", "--seed", "7", "--max-tokens", "6")
+    answer = json.loads(result.stdout)
+    assert answer["new_tokens"] == 18
+    assert len({completion["text"] for completion in answer["completions"]}) > 1
+    again = run(*arguments, "-n", "3", "--temperature", "1", "--seed", "7", "--max-tokens", "6")
+    texts = [[c["text"] for c in json.loads(r.stdout)["completions"]] for r in (result, again)]
+    assert texts[0] == texts[1]
+
+
+def test_stdin_and_files_are_text(model, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwith a mark")
+    base = ["--model", model, "--json", "--max-tokens", "1", "--raw"]
+    counts = {}
+    for name, arguments, stdin in (
+        ("prompt", ["-p", "with a mark"], None),
+        ("stdin", [], "with a mark"),
+        ("both", ["-f", str(tmp_path / "a.txt"), "-f", "-", "-p", "?"], "and more"),
+    ):
+        counts[name] = json.loads(run(*base, *arguments, stdin=stdin).stdout)["prompt_tokens"]
+    assert counts["prompt"] == counts["stdin"] == len("with a mark")
+    assert counts["both"] == len("with a mark\n\nand more\n\n?")
+
+
+def test_several_answers_are_numbered(model):
+    result = run("--model", model, "-p", "Hi", "-n", "2", "--max-tokens", "4")
+    assert result.stdout.startswith("[1/2]\n")
+    assert "\n[2/2]\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", " "], "the prompt is empty"),
+        (["-f", "/nowhere/book.txt"], "there is no file '/nowhere/book.txt'"),
+        (["-f", "."], "is a folder; name a text file"),
+        (["-p", "x", "--method", "magic"], "method must be one of full, lsh, not 'magic'"),
+        (["-p", "x", "--dense-layers", "0,x"], "--dense-layers must be numbers"),
+        (["-p", "x", "--dense-layers", "0,9"], "dense_layers must be from 0 to 3, not 9"),
+        (["-p", "x", "--num-tables", "0"], "num_tables must be from 1 to 4096, not 0"),
+        (["-p", "x", "--temperature", "-1"], "temperature must be from 0 to 100, not -1"),
+        (["-p", "x", "--context", "no.pig", "-f", "y"], "--context comes instead of --file"),
+        (["-p", "x", "--context", "no.pig"], "'no.pig' cannot be read: No such file"),
+        (["-p", "x", "--save-context", "a.pig"], "--save-context keeps the text of --file"),
+        (["-p", "x" * 5000], "has 5"),  # both numbers: see test_too_long_a_prompt
+    ],
+)
+def test_bad_input_is_told_in_a_line(model, arguments, message):
+    result = run("--model", model, *arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("magicpig: error: ")
+    assert message in result.stderr
+
+
+def test_unknown_models_are_named(model):
+    result = run("--model", "./no-such-model", "-p", "x")
+    assert result.exit_code == 1
+    assert "no-such-model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("data", [b"a\0b", b"caf\xe9"])
+def test_binary_files_are_refused(model, tmp_path, data):
+    (tmp_path / "b").write_bytes(data)
+    result = run("--model", model, "-f", str(tmp_path / "b"))
+    assert result.exit_code == 1
+    assert "is not" in result.stderr
+    assert "byte " in result.stderr
+
+
+def test_too_long_a_prompt(model, tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789" * 500)
+    base = ["--model", model, "-f", str(tmp_path / "a.txt"), "-p", "Why?", "--max-tokens", "9"]
+    result = run(*base)
+    assert result.exit_code == 1
+    assert "tokens; the model's context holds 4096" in result.stderr
+    cut = json.loads(run(*base, "--truncate-left", "--json").stdout)
+    assert cut["prompt_tokens"] == 4096 - 9
+    assert cut["new_tokens"] == 9
+
+
+def test_a_context_is_saved_once_and_asked_twice(model, tmp_path):
+    (tmp_path / "a.txt").write_text("The light is red. " * 60)
+    saved = str(tmp_path / "a.pig")
+    options = ["--num-tables", "30", "--bits-per-table", "5", "--dense-layers", "0"]
+    only = run("--model", model, "-f", str(tmp_path / "a.txt"), "--save-context", saved, *options)
+    assert (only.exit_code, only.stdout) == (0, "")
+    asked = [
+        run("--context", saved, "-p", "Which?", "--max-tokens", "12", "--json") for _ in range(2)
+    ]
+    assert [result.stderr for result in asked] == ["", ""]
+    answers = [json.loads(result.stdout) for result in asked]
+    assert answers[0]["completions"] == answers[1]["completions"]
+    direct = run(
+        "--model", model, "-f", str(tmp_path / "a.txt"), "-p", "Which?", "--max-tokens", "12",
+        "--json", *options,
+    )  # fmt: skip
+    assert json.loads(direct.stdout)["prompt_tokens"] == answers[0]["prompt_tokens"]
+    other = run("--context", saved, "-p", "Which?", "--method", "full")
+    assert other.exit_code == 1
+    assert "another method" in other.stderr
+
+
+def process(*arguments, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "magicpig", "generate", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        **options,
+    )
+
+
+def test_ctrl_c_in_decode_keeps_what_was_written(model):
+    running = process("--model", model, "-p", "Hi", "--max-tokens", "4000")
+    written = running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    rest, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert written + rest
+    assert b"Traceback" not in errors
+
+
+def test_ctrl_c_in_prefill(model, tmp_path):
+    (tmp_path / "a.txt").write_text("word " * 800)
+    running = process("--model", model, "-f", str(tmp_path / "a.txt"), "-p", "?", "-n", "60")
+    time.sleep(2.5)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def test_a_closed_pipe_ends_it_quietly(model):
+    running = process("--model", model, "-p", "Hi", "--max-tokens", "4000")
+    running.stdout.read(1)
+    running.stdout.close()
+    errors = running.stderr.read()
+    running.stderr.close()
+    assert running.wait(timeout=60) == 141
+    assert b"Traceback" not in errors
+    assert b"BrokenPipe" not in errors
+
+
+def test_help_fits_a_screen_and_version_is_told():
+    result = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) <= 52
+    for group in ("Prompt", "Sampling", "Attention", "output"):
+        assert group in result.stdout
+    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == magicpig.__version__
