@@ -48,9 +48,12 @@ class Panels {
 // Calls work(group, first row, rows) for all groups and blocks of rows, in parallel.
 template <class F>
 void for_each_group(const Panels& panels, size_t rows, F&& work) {
-  constexpr size_t kBytesTimesRows = size_t{1} << 16;  // of a task's weights: some microseconds
-  const size_t group_cost = std::max<size_t>(1, panels.in() * kGroup * sizeof(bf16) * (1 + rows / 8));
-  const size_t step = std::max<size_t>(1, kBytesTimesRows / group_cost);
+  // Costs are in bytes of weights, read for a few rows. A call of some microseconds is over before another thread
+  // wakes.
+  constexpr size_t kTaskCost = size_t{1} << 16, kAloneCost = size_t{1} << 18;
+  const size_t group_cost = panels.in() * kGroup * sizeof(bf16) * (1 + rows / 8);
+  const bool alone = group_cost * panels.num_groups() <= kAloneCost;
+  const size_t step = alone ? panels.num_groups() : std::max<size_t>(1, kTaskCost / group_cost);
   const size_t num_chunks = (panels.num_groups() + step - 1) / step;
   const size_t num_blocks = (rows + kLinearBlockRows - 1) / kLinearBlockRows;
   parallel_for(num_chunks * num_blocks, [&](size_t task) {

@@ -68,7 +68,9 @@ def test_architecture_names_every_source_file():
         assert path.name in text or f"{path.stem}.*" in text, path
 
 
-@pytest.mark.parametrize("script", ["benchmarks/kernels.py", "benchmarks/real_keys.py"])
+@pytest.mark.parametrize(
+    "script", ["benchmarks/kernels.py", "benchmarks/linear.py", "benchmarks/real_keys.py"]
+)
 def test_scripts_explain_themselves(script):
     result = subprocess.run(
         [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True
@@ -84,3 +86,11 @@ def test_a_small_benchmark_runs(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "of roof" in result.stdout
     assert out.exists()
+
+
+def test_a_small_benchmark_of_linear_layers_runs():
+    arguments = "--only k,v --rows 1 20 --seconds 0.01 --megabytes 1 --threads 1 --steps 0"
+    command = [sys.executable, ROOT / "benchmarks/linear.py", *arguments.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "192 x 576" in result.stdout
