@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from magicpig.document import Document
 from magicpig.kv import store
-from magicpig.kv.sequence import SequenceKV, SequenceLayer
+from magicpig.kv.sequence import SequenceKV
 from magicpig.kv.store import StoreError
 
 if TYPE_CHECKING:
@@ -51,7 +51,11 @@ class Context:
 
     @classmethod
     def load(cls, llm: LLM, path: Path | str) -> Context:
-        """A context from a file. StoreError unless it is whole and belongs to this model."""
+        """A context from a file, for the model and method in use.
+
+        StoreError unless the file is whole and belongs to the model. Where it was made for another
+        method, indexes are built anew.
+        """
         path = Path(path)
         about = store.load_about(path)
         _check_model(llm, path, about)
@@ -59,8 +63,7 @@ class Context:
         if document.parts(llm.tokenizer, "")[0] != token_ids:
             raise StoreError(f"{str(path)!r} was made with another tokenizer or chat template")
         kv, _ = store.load(path)
-        _check_method(llm, path, kv)
-        return cls(document, token_ids, kv)
+        return cls(document, token_ids, kv.with_indexes(llm.engine.runner.method.index))
 
 
 def _check_model(llm: LLM, path: Path, about: dict[str, Any]) -> None:
@@ -70,13 +73,3 @@ def _check_model(llm: LLM, path: Path, about: dict[str, Any]) -> None:
             f"{str(path)!r} was made with the model {made_with!r}, which is not the "
             f"{llm.name!r} in use (or not with these weights, or in this dtype)"
         )
-
-
-def _check_method(llm: LLM, path: Path, kv: SequenceKV) -> None:
-    for i, layer in enumerate(kv.layers):
-        wanted = llm.engine.runner.method.index(i)
-        if isinstance(layer, SequenceLayer) and not layer.span and layer.far.index != wanted:
-            raise StoreError(
-                f"{str(path)!r} was made with another method: layer {i} has {layer.far.index}, "
-                f"and {wanted} is asked for"
-            )

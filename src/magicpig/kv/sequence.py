@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -143,6 +143,24 @@ class SequenceLayer:
         other.window = self.window.fork()
         return other
 
+    def with_index(self, index: LSHConfig | None) -> SequenceLayer:
+        """The same tokens with another index over the far context, or none; rows are shared."""
+        if self.span or index == self.far.index:
+            return self.fork()
+        self.settle(wait=True)
+        far = self.far
+        other = SequenceLayer(
+            far.num_heads, far.num_kv_heads, far.head_dim, far.dtype, index, self.config
+        )
+        if index is None:
+            for i, num_tokens in enumerate(far.segment_sizes):
+                rows, tables = far._native.segment_memory(i)
+                other.far._native.adopt(num_tokens, rows, tables[:0])
+        else:
+            other.far.append(*far.read())
+        other._append(*self.read_window())
+        return other
+
     @property
     def nbytes(self) -> SequenceBytes:
         far = self.far.nbytes
@@ -209,6 +227,14 @@ class SequenceKV:
         layers = [
             layer.fork() if isinstance(layer, SequenceLayer) else copy.deepcopy(layer)
             for layer in self.layers
+        ]
+        return SequenceKV(layers, self.num_tokens)
+
+    def with_indexes(self, index_of: Callable[[int], LSHConfig | None]) -> SequenceKV:
+        """The same tokens, layer i indexed as index_of(i) says; see SequenceLayer.with_index."""
+        layers = [
+            layer.with_index(index_of(i)) if isinstance(layer, SequenceLayer) else layer
+            for i, layer in enumerate(self.fork().layers)
         ]
         return SequenceKV(layers, self.num_tokens)
 
