@@ -10,14 +10,13 @@
 
 #include "bind.h"
 #include "step.h"
+#include "tensor_ref.h"
 
 namespace magicpig {
 
 using namespace nb::literals;
 
 namespace {
-
-using Output = nb::ndarray<nb::pytorch, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 bool append(Window& window, const Array& keys, const Array& values) {
   const TensorView key_view = view(keys, window.geometry(), "keys"),
@@ -31,21 +30,22 @@ void read(const Window& window, size_t first, const Rows& keys, const Rows& valu
   read_checked(window.geometry(), {window.newest(window.num_tokens())}, first, keys, values);
 }
 
-BatchView batch_view(const Array& array, size_t batch, const Geometry& geometry, const char* name) {
-  if (array.ndim() != 3 || array.shape(0) != batch || array.shape(1) != geometry.num_kv_heads ||
-      array.shape(2) != geometry.head_dim) {
-    refuse(std::string(name) + " must have shape [batch, num_kv_heads, head_dim]");
-  }
-  if (array.stride(2) != 1 || array.stride(0) < 0 || array.stride(1) < 0)
-    refuse(std::string(name) + " must be contiguous in its last dimension");
-  return {static_cast<const char*>(array.data()), type_of(array, name), static_cast<size_t>(array.stride(0)),
-          static_cast<size_t>(array.stride(1))};
+bool shaped(const TensorRef& tensor, size_t batch, size_t heads, size_t dim) {
+  return tensor.ndim() == 3 && tensor.shape(0) == batch && tensor.shape(1) == heads && tensor.shape(2) == dim;
 }
 
-std::tuple<double, double, double> step_batch(const std::vector<Window*>& windows,
-                                              const std::vector<const LayerKV*>& fars, const Array& queries,
-                                              const Array& keys, const Array& values, float scale, float softcap,
-                                              size_t span, const Output& out) {
+BatchView batch_view(const TensorRef& tensor, size_t batch, const Geometry& geometry, const char* name) {
+  if (!shaped(tensor, batch, geometry.num_kv_heads, geometry.head_dim))
+    refuse(std::string(name) + " must have shape [batch, num_kv_heads, head_dim]");
+  if (tensor.stride(2) != 1 || tensor.stride(0) < 0 || tensor.stride(1) < 0)
+    refuse(std::string(name) + " must be contiguous in its last dimension");
+  return {tensor.bytes(name), tensor.row_type(name), static_cast<size_t>(tensor.stride(0)),
+          static_cast<size_t>(tensor.stride(1))};
+}
+
+void step_batch(const std::vector<Window*>& windows, const std::vector<const LayerKV*>& fars, const TensorRef& queries,
+                const TensorRef& keys, const TensorRef& values, float scale, float softcap, size_t span,
+                const TensorRef& out) {
   if (windows.empty() || std::count(windows.begin(), windows.end(), nullptr)) refuse("windows must hold windows");
   if (!fars.empty() && fars.size() != windows.size()) refuse("fars must be empty or one for each window");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
@@ -63,19 +63,19 @@ std::tuple<double, double, double> step_batch(const std::vector<Window*>& window
       refuse("windows and fars must agree in heads, head_dim, dtype and index");
     batch.push_back({windows[i], far});
   }
-  StepArgs args = {query_data(queries, size, geometry),
-                   type_of(queries, "queries"),
+  if (!shaped(queries, size, geometry.num_heads, geometry.head_dim) || !queries.dense())
+    refuse("queries must have shape [batch, num_heads, head_dim] and be contiguous");
+  StepArgs args = {queries.bytes("queries"),
+                   queries.row_type("queries"),
                    batch_view(keys, size, geometry, "keys"),
                    batch_view(values, size, geometry, "values"),
                    {scale, softcap},
                    span,
-                   static_cast<char*>(out.data())};
-  if (out.shape(0) != size || out.shape(1) != geometry.num_heads || out.shape(2) != geometry.head_dim ||
-      type_of(out, "out") != args.type)
-    refuse("out must have the shape and dtype of queries");
+                   out.bytes("out")};
+  if (!shaped(out, size, geometry.num_heads, geometry.head_dim) || !out.dense() || out.row_type("out") != args.type)
+    refuse("out must have the shape and dtype of queries and be contiguous");
   nb::gil_scoped_release release;
-  const Timing timing = step(batch, args);
-  return {timing.draw, timing.drawn, timing.exact};
+  step(batch, args);
 }
 
 }  // namespace
@@ -95,7 +95,15 @@ void bind_window(nb::module_& m) {
       .def_prop_ro("nbytes", &Window::nbytes)
       .def_prop_ro(
           "reads", [](const Window& window) { return std::make_pair(window.reads.rows, window.reads.tokens); },
-          "Rows that steps read, over all query heads, and the tokens there were to read.");
+          "Rows that steps read, over all query heads, and the tokens there were to read.")
+      .def_prop_ro(
+          "seconds",
+          [](const Window& window) {
+            const Timing& spent = window.spent;
+            return std::make_tuple(spent.draw, spent.drawn, spent.exact);
+          },
+          "Thread-seconds of steps in which this window was the first: drawing rows, attention over drawn rows, and "
+          "over rows read whole.");
   m.def(
       "step", &step_batch, "windows"_a, "fars"_a, "queries"_a.noconvert(), "keys"_a.noconvert(), "values"_a.noconvert(),
       "scale"_a, "softcap"_a, "span"_a, "out"_a.noconvert(),

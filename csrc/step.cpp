@@ -58,7 +58,7 @@ void convert(const float* in, size_t count, uint32_t head_dim, RowType type, cha
 
 }  // namespace
 
-Timing step(const std::vector<StepSequence>& batch, const StepArgs& args) {
+void step(const std::vector<StepSequence>& batch, const StepArgs& args) {
   const Geometry& geometry = batch[0].window->geometry();
   const size_t heads = geometry.num_heads, query_bytes = heads * geometry.head_dim * element_bytes(args.type);
   std::vector<bool> fine(batch.size());
@@ -101,8 +101,11 @@ Timing step(const std::vector<StepSequence>& batch, const StepArgs& args) {
     for (const Run& run : runs[i]) reads.tokens += heads * run.num_tokens;
   }
   convert(out.data(), batch.size() * heads, geometry.head_dim, args.type, args.out);
+  Timing& spent = batch[0].window->spent;
+  spent.draw += timing.draw;
+  spent.drawn += timing.drawn;
+  spent.exact += timing.exact;
   appended.keep();
-  return timing;
 }
 
 }  // namespace magicpig

@@ -31,6 +31,6 @@ struct StepArgs {
 // Appends the keys and values to the windows and attends to window and far context together. A sequence whose query,
 // key or value is not finite (or out of range) gets NaN; the others are as without it. On an exception the windows are
 // as they were.
-Timing step(const std::vector<StepSequence>& batch, const StepArgs& args);
+void step(const std::vector<StepSequence>& batch, const StepArgs& args);
 
 }  // namespace magicpig

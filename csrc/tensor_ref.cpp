@@ -78,19 +78,40 @@ size_t TensorRef::num_rows(size_t columns, const std::string& name) const {
 }
 
 void* TensorRef::data(const std::string& name, nb::dlpack::dtype_code code, unsigned bits, const char* dtype) const {
-  if (tensor_.device.device_type != nb::device::cpu::value) throw std::invalid_argument(name + " must be on the CPU");
+  char* memory = bytes(name);
   if (tensor_.dtype.code != static_cast<uint8_t>(code) || tensor_.dtype.bits != bits || tensor_.dtype.lanes != 1) {
     throw nb::type_error((name + " must be " + dtype).c_str());
   }
-  if (tensor_.strides && size() != 0) {
-    int64_t expected = 1;
-    for (size_t i = ndim(); i-- > 0; expected *= tensor_.shape[i]) {
-      if (tensor_.shape[i] != 1 && tensor_.strides[i] != expected) {
-        throw std::invalid_argument(name + " must be contiguous");
-      }
-    }
-  }
+  if (!dense()) throw std::invalid_argument(name + " must be contiguous");
+  return memory;
+}
+
+bool TensorRef::dense() const {
+  if (!tensor_.strides || size() == 0) return true;
+  int64_t expected = 1;
+  for (size_t i = ndim(); i-- > 0; expected *= tensor_.shape[i])
+    if (tensor_.shape[i] != 1 && tensor_.strides[i] != expected) return false;
+  return true;
+}
+
+int64_t TensorRef::stride(size_t i) const {
+  if (tensor_.strides) return tensor_.strides[i];
+  int64_t elements = 1;
+  for (size_t j = ndim(); j-- > i + 1;) elements *= tensor_.shape[j];
+  return elements;
+}
+
+char* TensorRef::bytes(const std::string& name) const {
+  if (tensor_.device.device_type != nb::device::cpu::value) throw std::invalid_argument(name + " must be on the CPU");
   return static_cast<char*>(tensor_.data) + tensor_.byte_offset;
+}
+
+RowType TensorRef::row_type(const std::string& name) const {
+  const auto code = static_cast<nb::dlpack::dtype_code>(tensor_.dtype.code);
+  if (code == nb::dlpack::dtype_code::Bfloat && tensor_.dtype.bits == 16) return kBF16;
+  if (code == nb::dlpack::dtype_code::Float && tensor_.dtype.bits == 16) return kF16;
+  if (code == nb::dlpack::dtype_code::Float && tensor_.dtype.bits == 32) return kF32;
+  throw nb::type_error((name + " must be bfloat16, float16 or float32").c_str());
 }
 
 bf16* TensorRef::bf16_data(const std::string& name) const {

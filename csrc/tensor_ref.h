@@ -24,6 +24,13 @@ class TensorRef {
   // Rows of a tensor whose last dimension must have `columns` elements.
   size_t num_rows(size_t columns, const std::string& name) const;
 
+  int64_t stride(size_t i) const;  // in elements
+
+  // The memory of a tensor on the CPU of one of the types that rows have, dense or not. Errors name the argument.
+  RowType row_type(const std::string& name) const;
+  char* bytes(const std::string& name) const;
+  bool dense() const;
+
   // The memory, if it is dense, on the CPU and of this type. Errors name the argument.
   bf16* bf16_data(const std::string& name) const;
   const int64_t* int64_data(const std::string& name) const;

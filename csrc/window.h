@@ -1,6 +1,7 @@
 // The exact part of one sequence in one layer: tokens that are always read, and that can leave from any place.
 #pragma once
 
+#include "attention.h"
 #include "memory.h"
 #include "run.h"
 #include "segment.h"
@@ -28,7 +29,8 @@ class Window {
   size_t nbytes() const { return rows_.size(); }
   Run newest(size_t count) const;  // the last `count` tokens, or all there are
 
-  Reads reads;  // of the steps this window took part in
+  Reads reads;        // of the steps this window took part in
+  Timing spent = {};  // by the steps of batches in which it was the first
 
  private:
   void reserve(size_t tokens);

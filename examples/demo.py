@@ -15,10 +15,7 @@ from magicpig.context import Context
 from magicpig.document import Document
 
 TEXT = Path(__file__).parent / "lighthouse.txt"
-QUESTION = (
-    "What was the name of the parrot, and how long did it live in the keeper's kitchen? "
-    "Answer in one sentence."
-)
+QUESTION = "What was the name of the mail steamer that came to the island every second Thursday?"
 
 
 def main() -> None:

@@ -117,7 +117,13 @@ class Window:
         Rows that steps read, over all query heads, and the tokens there were to read.
         """
 
-def step(windows: Sequence[Window], fars: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, span: int, out: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')]) -> tuple[float, float, float]:
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """
+        Thread-seconds of steps in which this window was the first: drawing rows, attention over drawn rows, and over rows read whole.
+        """
+
+def step(windows: Sequence[Window], fars: Sequence[LayerKV], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float, span: int, out: torch.Tensor) -> None:
     """
     Appends a token to each window and attends to it all; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole.
     """
