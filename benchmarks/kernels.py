@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -19,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from machine import hardware
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -72,16 +71,6 @@ class Append:
     tables_seconds: float
     index_bytes_per_token: float  # all KV heads
     index_share: float  # of the rows' bytes
-
-
-def hardware() -> str:
-    model = platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":")[1].strip() if names else model
-    cpus = len(os.sched_getaffinity(0))
-    return f"{model}, {cpus} CPUs, best ISA {magicpig.supported_isas()[-1]}"
 
 
 def measure_roofs(threads: int, megabytes: int) -> Roofs:

@@ -1,0 +1,293 @@
+"""Decode steps of a whole model: tokens per second, and where a step's time goes.
+
+First the default model, at growing contexts and batches, by each method and by transformers' own
+generate with SDPA in the same run. Its prompt is random text read once; every sequence of a batch
+has rows of its own, so that no cache flatters. Then one attention layer with random keys in
+Llama-3.2-1B's geometry, to longer contexts, and the exponent with which its time grows.
+
+Parts of a step: linear (linear layers, MLPs, norms, embedding), window (rows read whole: window,
+dense layers, short segments), draw and rows (what is drawn), other (Python, rotary embedding,
+sampling a token; for `far` the merging too). Thread-seconds count per thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from machine import hardware
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import DynamicCache
+
+import magicpig
+from magicpig import LLM, LSHConfig, WindowConfig, _native
+from magicpig.attention.methods import METHODS, make_method
+from magicpig.engine.runner import DecodeLayer
+from magicpig.hf.attention import attention
+from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
+from magicpig.models import load
+from magicpig.nn import GatedMLP, PackedEmbedding, PackedLinear, RMSNorm
+
+console = Console(stderr=True)
+
+
+@dataclass
+class Result:
+    """One configuration: tokens per second of the whole batch, milliseconds of a step by part."""
+
+    method: str
+    context: int
+    batch: int
+    threads: int
+    tokens_per_second: float
+    step_ms: float
+    linear_ms: float | None = None
+    window_ms: float | None = None
+    draw_ms: float | None = None
+    rows_ms: float | None = None
+    other_ms: float | None = None
+    share_read: float | None = None
+
+
+class LinearClock:
+    """Seconds inside the model's native layers, by torch's own hooks."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        for module in model.modules():
+            if isinstance(module, (GatedMLP, PackedEmbedding, PackedLinear, RMSNorm)):
+                module.register_forward_pre_hook(self._before)
+                module.register_forward_hook(self._after)
+
+    def _before(self, *_: object) -> None:
+        self._began = time.perf_counter()
+
+    def _after(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def copied(sequence: SequenceKV, index_of) -> SequenceKV:
+    """The same tokens in memory of their own."""
+    layers = []
+    for i, layer in enumerate(sequence.layers):
+        far = layer.far
+        shape = (far.num_heads, far.num_kv_heads, far.head_dim, far.dtype)
+        other = SequenceLayer(*shape, index_of(i), layer.config, layer.span)
+        other.extend(*layer.read())
+        layers.append(other)
+    return SequenceKV(layers, sequence.num_tokens)
+
+
+def measure(
+    llm: LLM, clock: LinearClock, method: str, prompt: SequenceKV, batch: int, steps: int
+) -> Result:
+    runner = llm.engine.runner
+    index_of = make_method(method, len(prompt.layers)).index
+    kvs = [copied(prompt, index_of) for _ in range(batch)]
+    tokens = torch.randint(100, 40_000, (steps + 2, batch)).tolist()
+    for warm in tokens[:2]:
+        runner.decode(kvs, warm)
+    before = parts(kvs)
+    clock.seconds = 0.0
+    samples = []
+    for row in tokens[2:]:
+        start = time.perf_counter()
+        runner.decode(kvs, row).argmax(-1).tolist()
+        samples.append(time.perf_counter() - start)
+        for kv in kvs:
+            kv.settle()
+    total, threads = sum(samples), magicpig.num_threads()
+    draw, drawn, exact = (
+        (after - was) / threads for after, was in zip(parts(kvs), before, strict=True)
+    )
+    other = total - clock.seconds - draw - drawn - exact
+    per_step = [1e3 * seconds / steps for seconds in (clock.seconds, exact, draw, drawn, other)]
+    median = statistics.median(samples)
+    share = statistics.mean(kv.share_read for kv in kvs)
+    context = prompt.num_tokens
+    return Result(method, context, batch, threads, batch / median, 1e3 * median, *per_step, share)
+
+
+def parts(kvs: Sequence[SequenceKV]) -> list[float]:
+    seconds = [layer.window.seconds for layer in kvs[0].attention_layers]
+    return [sum(column) for column in zip(*seconds, strict=True)]
+
+
+def measure_transformers(model, prompt: SequenceKV, batch: int, steps: int) -> Result:
+    """model.generate with SDPA, on a DynamicCache that holds the same keys and values."""
+    ids = torch.randint(100, 40_000, (batch, prompt.num_tokens + 1))
+
+    def seconds(new_tokens: int) -> float:
+        cache = DynamicCache(config=model.config)
+        for i, layer in enumerate(prompt.layers):
+            keys, values = (t.expand(batch, *t.shape).contiguous() for t in layer.read())
+            cache.update(keys, values, i)
+        start = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+        )
+        return time.perf_counter() - start
+
+    seconds(1)
+    each = (seconds(steps + 1) - seconds(1)) / steps
+    context, threads = prompt.num_tokens, torch.get_num_threads()
+    return Result("transformers", context, batch, threads, batch / each, 1e3 * each)
+
+
+def long_layer(lengths: Sequence[int], steps: int) -> list[tuple[str, int, float, float]]:
+    """(method, tokens, microseconds of an attention step, share read) in one layer."""
+    heads, kv_heads, dim = 32, 8, 64
+    results = []
+    for method, index in (("full", None), ("lsh", LSHConfig())):
+        for tokens in lengths:
+            torch.manual_seed(0)
+            mean = torch.randn(kv_heads, 1, dim)
+            keys = (mean + torch.randn(kv_heads, tokens, dim)).bfloat16()
+            values = torch.randn(kv_heads, tokens, dim).bfloat16()
+            layer = SequenceLayer(heads, kv_heads, dim, torch.bfloat16, index, WindowConfig())
+            layer.extend(keys, values)
+            samples = []
+            for _ in range(steps):
+                query = torch.randn(1, heads, dim).bfloat16()
+                key, value = torch.randn(2, 1, kv_heads, dim).bfloat16().unbind()
+                start = time.perf_counter()
+                step([layer], query, key, value, dim**-0.5)
+                samples.append(time.perf_counter() - start)
+            rows, there = layer.window.reads
+            results.append((method, tokens, 1e6 * statistics.median(samples), rows / there))
+    return results
+
+
+def attention_overhead(repeats: int = 2000) -> float:
+    """Microseconds of Python around the native step, per layer: median over calls on one token."""
+    heads, kv_heads, dim = 9, 3, 64
+    tensors = [torch.randn(1, n, 1, dim).bfloat16() for n in (heads, kv_heads, kv_heads)]
+    flat = [tensor.squeeze(2) for tensor in tensors]
+    out = torch.empty_like(flat[0])
+    module = torch.nn.Module()
+
+    def through_python(layer: SequenceLayer) -> None:
+        query, key, value = tensors
+        key, value = DecodeLayer([layer]).update(key, value)
+        attention(module, query, key, value, None, scaling=0.125)
+
+    def native(layer: SequenceLayer) -> None:
+        far = [layer.far._native]
+        _native.step([layer.window], far, *flat, 0.125, 0.0, 2**32, out)
+
+    medians = []
+    for call in (through_python, native):
+        samples = []
+        for _ in range(repeats):
+            layer = SequenceLayer(heads, kv_heads, dim, torch.bfloat16, None, WindowConfig())
+            start = time.perf_counter()
+            call(layer)
+            samples.append(time.perf_counter() - start)
+        medians.append(statistics.median(samples))
+    return 1e6 * (medians[0] - medians[1])
+
+
+def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
+    """b of the line log(time) = a + b log(length) with the least squares."""
+    x, y = [math.log(n) for n in lengths], [math.log(t) for t in times]
+    mean_x, mean_y = statistics.mean(x), statistics.mean(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum(
+        (a - mean_x) ** 2 for a in x
+    )
+
+
+def decode_table(results: Sequence[Result]) -> Table:
+    table = Table(title="decode steps of the default model; ms by part", title_justify="left")
+    for name in ("context", "batch", "threads", "method", "tokens/s", "ms/step", "linear"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for name in ("window", "draw", "rows", "other", "keys read"):
+        table.add_column(name, justify="right")
+    for r in results:
+        shown = (r.linear_ms, r.window_ms, r.draw_ms, r.rows_ms, r.other_ms)
+        table.add_row(
+            str(r.context),
+            str(r.batch),
+            str(r.threads),
+            r.method,
+            f"{r.tokens_per_second:.1f}",
+            f"{r.step_ms:.1f}",
+            *("" if ms is None else f"{ms:.2f}" for ms in shown),
+            "" if r.share_read is None else f"{100 * r.share_read:.1f} %",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[256, 1024, 2048, 4096, 6000])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[16384, 32768, 65536, 131072])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--no-transformers", action="store_true", help="leave the baseline out")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    results: list[Result] = []
+    longs = {}
+    total = len(args.threads) * (len(args.contexts) * len(args.batches) + bool(args.lengths))
+    with Progress(console=console) as bar:
+        task = bar.add_task("measuring", total=total)
+        if args.contexts:
+            llm = LLM(args.model)
+            clock = LinearClock(llm.engine.runner.model)
+            baseline = None if args.no_transformers else load(args.model).model
+            longest = torch.randint(100, 40_000, (max(args.contexts),)).tolist()
+        for threads in args.threads:
+            magicpig.set_num_threads(threads)
+            torch.set_num_threads(threads)
+            for context in args.contexts:
+                prompt = llm.read(longest[:context])
+                for batch in args.batches:
+                    for method in METHODS:
+                        results.append(measure(llm, clock, method, prompt, batch, args.steps))
+                    if baseline is not None and context * batch <= 50_000:
+                        steps = max(3, args.steps // 4)
+                        results.append(measure_transformers(baseline, prompt, batch, steps))
+                    bar.advance(task)
+            if args.lengths:
+                longs[threads] = long_layer(args.lengths, args.steps * 2)
+                bar.advance(task)
+    print(f"{hardware()}, {datetime.date.today()}")
+    out = Console(width=130)
+    if results:
+        out.print(decode_table(results))
+    print(f"Python around an attention step: {attention_overhead():.0f} us per layer")
+    for threads, rows in longs.items():
+        table = Table(title=f"one layer, 32/8 heads of 64, {threads} threads", title_justify="left")
+        for name in ("method", "tokens", "us", "keys read"):
+            table.add_column(name, justify="right")
+        for method, tokens, microseconds, share in rows:
+            table.add_row(method, str(tokens), f"{microseconds:.0f}", f"{100 * share:.2f} %")
+        out.print(table)
+        for method in ("full", "lsh"):
+            times = [us for name, _, us, _ in rows if name == method]
+            print(f"{method}: time grows with length ** {exponent(args.lengths, times):.2f}")
+    if args.json:
+        args.json.write_text(json.dumps({"decode": [asdict(r) for r in results], "long": longs}))
+
+
+if __name__ == "__main__":
+    main()
