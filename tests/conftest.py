@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import magicpig
+from magicpig.models import ModelError, load, pull
 
 settings.register_profile(
     "default",
@@ -27,3 +28,13 @@ def every_isa(request):
     magicpig.set_isa(request.param)
     yield request.param
     magicpig.set_isa(before)
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    """In float32, from the cache folder; fetched where that is possible."""
+    try:
+        pull()
+    except ModelError as error:
+        pytest.skip(f"the default model cannot be had: {error}")
+    return load("smollm2", device="cpu", dtype="float32")

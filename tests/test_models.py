@@ -435,15 +435,6 @@ def test_loading_changes_no_settings(tiny_llama, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.fixture(scope="session")
-def default_model():
-    try:
-        pull()
-    except ModelError as error:
-        pytest.skip(f"the default model cannot be had: {error}")
-    return load("smollm2", device="cpu", dtype="float32")
-
-
 def test_the_default_model_lost_nothing_in_the_conversion(default_model):
     config = default_model.model.config
     tokenizer = default_model.tokenizer

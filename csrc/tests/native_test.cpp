@@ -17,44 +17,12 @@
 #include "dispatch.h"
 #include "layer_kv.h"
 #include "roofs.h"
+#include "testing.h"
 #include "threads.h"
 
 using namespace magicpig;
 
 namespace {
-
-std::atomic<int> checks{0};
-
-#define CHECK(condition)                                                                 \
-  do {                                                                                   \
-    ++checks;                                                                            \
-    if (!(condition)) {                                                                  \
-      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                      \
-    }                                                                                    \
-  } while (0)
-
-float rounded_to_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// Gaussian numbers that bf16 holds, so that every row type but f16 stores them unchanged; scaled so that f16 does too.
-std::vector<float> gaussian(size_t count, uint32_t seed, float offset = 0) {
-  std::mt19937 engine(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> out(count);
-  for (float& x : out) x = rounded_to_bf16(std::round((normal(engine) + offset) * 64) / 64);
-  return out;
-}
-
-std::shared_ptr<const Lsh> make_lsh(uint32_t bits, uint32_t tables, uint32_t collisions, uint32_t head_dim) {
-  const std::vector<float> projection = gaussian(size_t{head_dim} * bits * tables, 7);
-  return std::make_shared<Lsh>(bits, tables, collisions, head_dim, projection.data());
-}
 
 struct Context {
   Geometry geometry;
@@ -189,16 +157,6 @@ void test_many_small_appends() {
   CHECK(num_tokens(*pieces.segments()) == tokens && pieces.segments()->size() < 24);
   const Result a = run(whole, context, true), b = run(pieces, context, true);
   for (size_t i = 0; i < a.out.size(); ++i) CHECK(std::abs(a.out[i] - b.out[i]) < 1e-2);
-}
-
-template <class E>
-bool throws(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const E&) {
-    return true;
-  }
-  return false;
 }
 
 void test_refusals() {

@@ -1,0 +1,194 @@
+// Windows, decode steps and saved segments, without Python, made to run under sanitizers.
+#include "step.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "dispatch.h"
+#include "testing.h"
+#include "threads.h"
+
+using namespace magicpig;
+
+namespace {
+
+// Tokens of one sequence: [num_kv_heads, tokens, head_dim].
+struct Tokens {
+  Geometry geometry;
+  size_t count;
+  std::vector<float> keys, values;
+
+  Tokens(const Geometry& g, size_t count, uint32_t seed)
+      : geometry(g),
+        count(count),
+        keys(gaussian(g.num_kv_heads * count * g.head_dim, seed, 0.5f)),
+        values(gaussian(g.num_kv_heads * count * g.head_dim, seed + 1)) {}
+
+  TensorView view(const std::vector<float>& from, size_t first) const {
+    return {reinterpret_cast<const char*>(from.data() + first * geometry.head_dim), kF32, count * geometry.head_dim,
+            geometry.head_dim, "tokens"};
+  }
+  BatchView one(const std::vector<float>& from, size_t token) const {
+    return {reinterpret_cast<const char*>(from.data() + token * geometry.head_dim), kF32, 0, count * geometry.head_dim};
+  }
+};
+
+// Exact attention of one query head over some tokens, in double.
+std::vector<double> expected(const Tokens& tokens, const float* query, size_t kv_head,
+                             const std::vector<size_t>& visible) {
+  const uint32_t dim = tokens.geometry.head_dim;
+  std::vector<double> out(dim);
+  double total = 0;
+  for (size_t token : visible) {
+    const float* key = tokens.keys.data() + (kv_head * tokens.count + token) * dim;
+    const float* value = tokens.values.data() + (kv_head * tokens.count + token) * dim;
+    double dot = 0;
+    for (uint32_t d = 0; d < dim; ++d) dot += double{query[d]} * key[d];
+    const double weight = std::exp(dot * 0.25);
+    total += weight;
+    for (uint32_t d = 0; d < dim; ++d) out[d] += weight * value[d];
+  }
+  for (double& x : out) x /= total;
+  return out;
+}
+
+std::vector<float> run_step(Window& window, const LayerKV* far, const Tokens& tokens, size_t token,
+                            const std::vector<float>& queries, size_t span) {
+  std::vector<float> out(queries.size(), -1.0f);
+  step({{&window, far}}, {reinterpret_cast<const char*>(queries.data()),
+                          kF32,
+                          tokens.one(tokens.keys, token),
+                          tokens.one(tokens.values, token),
+                          {0.25f, 0},
+                          span,
+                          reinterpret_cast<char*>(out.data())});
+  return out;
+}
+
+void test_steps() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (uint32_t head_dim : {8u, 40u, 64u}) {
+      const Geometry geometry{6, 2, head_dim, kF32, nullptr, 0};
+      const Tokens tokens(geometry, 150, 11);
+      Window window(geometry);
+      LayerKV far(geometry);
+      far.append(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), 20);
+      CHECK(window.append(tokens.view(tokens.keys, 20), tokens.view(tokens.values, 20), 10));
+      std::vector<size_t> visible;
+      for (size_t i = 0; i < 30; ++i) visible.push_back(i);
+      for (size_t token = 30; token < tokens.count; ++token) {  // the window grows past its first capacity
+        const std::vector<float> queries = gaussian(6 * head_dim, static_cast<uint32_t>(token));
+        const std::vector<float> out = run_step(window, &far, tokens, token, queries, SIZE_MAX);
+        visible.push_back(token);
+        if (token % 40 == 0) {
+          window.drop(3, 2);
+          visible.erase(visible.begin() + 23, visible.begin() + 25);
+        } else if (token % 10 == 0) {
+          for (size_t head = 0; head < 6; ++head) {
+            const auto truth = expected(tokens, queries.data() + head * head_dim, head / 3, visible);
+            for (uint32_t d = 0; d < head_dim; ++d) CHECK(std::abs(out[head * head_dim + d] - truth[d]) < 2e-5);
+          }
+        }
+      }
+      CHECK(window.num_tokens() + 20 == visible.size());
+      const std::vector<float> queries = gaussian(6 * head_dim, 5);
+      const std::vector<float> near = run_step(window, nullptr, tokens, 149, queries, 1);
+      for (uint32_t d = 0; d < head_dim; ++d) CHECK(near[d] == tokens.values[149 * head_dim + d]);
+    }
+  }
+}
+
+void test_bad_numbers_and_refusals() {
+  const Geometry geometry{2, 1, 8, kF32, nullptr, 0};
+  Tokens tokens(geometry, 4, 3);
+  Window window(geometry), other(geometry);
+  CHECK(window.append(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), 2));
+  tokens.values[2 * 8] = NAN;
+  std::vector<float> queries(2 * 2 * 8, 0.5f), out(queries.size());
+  step({{&window, nullptr}, {&other, nullptr}}, {reinterpret_cast<const char*>(queries.data()),
+                                                 kF32,
+                                                 {reinterpret_cast<const char*>(tokens.keys.data()), kF32, 8, 8},
+                                                 {reinterpret_cast<const char*>(tokens.values.data() + 8), kF32, 8, 8},
+                                                 {1.0f, 0},
+                                                 SIZE_MAX,
+                                                 reinterpret_cast<char*>(out.data())});
+  for (size_t i = 0; i < 16; ++i) CHECK(std::isfinite(out[i]) && std::isnan(out[16 + i]));
+  CHECK(throws<std::invalid_argument>([&] { window.drop(3, 1); }));
+  CHECK(throws<std::invalid_argument>([&] { window.drop(0, 4); }));
+  window.drop(0, 3);
+  CHECK(window.num_tokens() == 0);
+  const auto fork = window.fork();
+  CHECK(fork->num_tokens() == 0);
+}
+
+// A segment's memory, saved and adopted, draws the same rows; what reaches outside is refused.
+void test_adopted_segments() {
+  const Geometry geometry{2, 2, 16, kBF16, make_lsh(4, 10, 2, 16), 0};
+  const Tokens tokens(geometry, 300, 17);
+  LayerKV original(geometry), adopted(geometry);
+  original.append(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), 300);
+  const auto segment = original.segments()->at(0);
+  const auto copy = [](const Buffer& buffer) {
+    Buffer other(buffer.size());
+    std::memcpy(other.data(), buffer.data(), buffer.size());
+    return other;
+  };
+  const Buffer& rows = segment->row_memory();
+  const Buffer& tables = segment->index()->memory();
+  adopted.adopt(std::make_shared<Segment>(geometry, 300, copy(rows), copy(tables)));
+  const std::vector<float> queries = gaussian(2 * 16, 23);
+  const char* bytes = reinterpret_cast<const char*>(queries.data());
+  const auto a = sample(geometry, runs_of(*original.segments()), bytes, kF32);
+  const auto b = sample(geometry, runs_of(*adopted.segments()), bytes, kF32);
+  for (size_t head = 0; head < 2; ++head) CHECK(a[head].rows == b[head].rows && !a[head].rows.empty());
+  for (size_t at = 0; at < tables.size(); at += 61) {  // whatever a byte becomes: refused, or harmless
+    Buffer changed = copy(tables);
+    changed.data()[at] = static_cast<char>(changed.data()[at] ^ 0x81);
+    try {
+      LayerKV other(geometry);
+      other.adopt(std::make_shared<Segment>(geometry, 300, copy(rows), std::move(changed)));
+      sample(geometry, runs_of(*other.segments()), bytes, kF32);
+    } catch (const std::invalid_argument&) {
+    }
+  }
+  CHECK(throws<std::invalid_argument>([&] { Segment(geometry, 299, copy(rows), copy(tables)); }));
+  CHECK(throws<std::invalid_argument>([&] { Segment(geometry, 300, copy(rows), Buffer(64)); }));
+}
+
+// Sequences of their own step on several threads while segments are built from their windows.
+void test_concurrency() {
+  const Geometry geometry{4, 2, 32, kBF16, make_lsh(4, 20, 2, 32), 32};
+  const Tokens tokens(geometry, 400, 29);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      Window window(geometry);
+      auto far = std::make_unique<LayerKV>(geometry);
+      for (size_t token = 0; token < 200; ++token) {
+        const std::vector<float> queries = gaussian(4 * 32, static_cast<uint32_t>(token + 1000 * i));
+        for (float x : run_step(window, far.get(), tokens, token, queries, SIZE_MAX)) CHECK(std::isfinite(x));
+        if (window.num_tokens() == 50) {
+          auto longer = far->fork();
+          std::thread([&] {
+            longer->append(tokens.view(tokens.keys, token), tokens.view(tokens.values, token), 40);
+          }).join();
+          far = std::move(longer);
+          window.drop(2, 40);
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main() {
+  set_num_threads(2);
+  test_steps();
+  test_bad_numbers_and_refusals();
+  test_adopted_segments();
+  test_concurrency();
+  std::printf("%d checks passed\n", checks.load());
+}
