@@ -2,8 +2,9 @@
 
 Shapes of SmolLM2-135M and Llama-3.1-8B. Copies of a weight rotate over more than the caches hold,
 so that every call reads it from memory. Times are lower quartiles (what else runs on the machine
-only adds), with one thread of its CPU time, else of wall time. Last, a step of a whole model with
-SmolLM2-135M's shapes (random weights) before and after magicpig.nn.pack.
+only adds), with one thread of its CPU time, else of wall time; the roof is of wall time, and low if
+the machine is busy. Last, a step of a whole model with SmolLM2-135M's shapes (random weights)
+before and after magicpig.nn.pack.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def main() -> None:
     console.print(f"{hardware()}; {args.threads} threads; torch {torch.__version__}; {today}")
     size = args.megabytes << 20
     # Short passes, and the best of many: some are not interrupted.
-    roof = max(_native.stream_read_roof(64 << 20, 1) for _ in range(60))
+    roof = max(_native.stream_read_roof(128 << 20, 1) for _ in range(20))
     console.print(f"roof, streamed read: {roof / 1e9:.1f} GB/s")
     table = Table(title="linear layers, microseconds a call")
     for name in ("layer", "out x in", "rows", "packed", "GB/s", "of roof", "GFLOP/s"):

@@ -7,6 +7,22 @@ namespace {
 // Inputs taken together when there are several tiles of rows, so that the later tiles find the weights in a cache.
 constexpr size_t kPairBlock = 512;
 
+// With few rows the hardware's own prefetcher streams best. With more, the arithmetic of a line takes as long as its
+// transfer, and only lines asked for well ahead, into the second-level cache, hide one behind the other.
+#ifdef MAGICPIG_BF16_DOT
+constexpr int kPrefetchFromRows = 7;
+#else
+constexpr int kPrefetchFromRows = 4;
+#endif
+constexpr size_t kPrefetchBytes = 16384;
+
+template <int R, int P>
+inline void prefetch_ahead(const bf16* weights) {  // past the last group's end now and then: harmless
+  if (R < kPrefetchFromRows) return;
+  for (int p = 0; p < P; ++p)
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + kPrefetchBytes + 64 * p, 0, 2);
+}
+
 #ifdef MAGICPIG_BF16_DOT
 using LinearInput = bf16;
 inline void prepare(const bf16* x, size_t count, bf16* out) { memcpy(out, x, count * sizeof(bf16)); }
@@ -16,6 +32,7 @@ inline void set_zero(bf16* x) { x->bits = 0; }
 template <int R, int P>
 inline void add_products(const bf16* x, size_t stride, size_t num_pairs, const bf16* group, vec (&acc)[R][P]) {
   for (size_t pair = 0; pair < num_pairs; ++pair) {
+    prefetch_ahead<R, P>(group + pair * 2 * kGroup);
     __m512i weights[P];
     for (int p = 0; p < P; ++p) weights[p] = _mm512_loadu_si512(group + pair * 2 * kGroup + p * 2 * kPanel);
     for (int r = 0; r < R; ++r) {
@@ -42,6 +59,7 @@ inline void set_zero(float* x) { *x = 0; }
 template <int R, int P>
 inline void add_products(const float* x, size_t stride, size_t num_pairs, const bf16* group, vec (&acc)[R][P]) {
   for (size_t pair = 0; pair < num_pairs; ++pair) {
+    prefetch_ahead<R, P>(group + pair * 2 * kGroup);
     vec first[P], second[P];
     for (int p = 0; p < P; ++p) load_pairs(group + pair * 2 * kGroup + p * 2 * kPanel, first[p], second[p]);
     for (int r = 0; r < R; ++r) {
@@ -56,7 +74,7 @@ using GroupSums = float[kGroup];
 
 template <int R>
 inline void add_tile(const LinearInput* x, size_t stride, size_t num_pairs, const bf16* group, GroupSums* sums) {
-  constexpr int P = kLinearPanels;
+  constexpr int P = R <= kLinearRows / 4 ? 2 : kLinearPanels;  // both panels at once where registers suffice
   for (int panel = 0; panel < 2; panel += P) {
     vec acc[R][P];
     for (int r = 0; r < R; ++r)
