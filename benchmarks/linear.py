@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
+from machine import hardware
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -35,15 +33,6 @@ SHAPES = {
     **{f"Llama-8B {name}": shape for name, shape in LLAMA.items()},
 }
 MEMORY_BOUND_ROWS = 16
-
-
-def hardware() -> str:
-    model = platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":")[1].strip() if names else model
-    return f"{model}, {len(os.sched_getaffinity(0))} CPUs, ISA {magicpig.isa()}"
 
 
 def lower_quartile(call: Callable[[int], object], copies: int, seconds: float) -> float:
