@@ -1,5 +1,7 @@
 """The engine: requests together give what each gives alone, and none can spoil another."""
 
+from itertools import zip_longest
+
 import pytest
 import torch
 from zoo import CONFIGS, loaded
@@ -195,3 +197,18 @@ def test_completions_of_one_prompt_share_its_memory():
     shared = layers[0].far.nbytes.rows + layers[0].far.nbytes.index
     own = sum(layer.window.nbytes for layer in layers)
     assert own < 0.3 * (shared + layers[0].window.nbytes)
+
+
+def test_streams_can_be_read_in_turns():
+    llm = make_llm()
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    alone = ["".join(llm.stream(text, params)) for text in ("one text", "another")]
+    streams = [llm.stream(text, params) for text in ("one text", "another")]
+    texts = ["", ""]
+    for pieces in zip_longest(*streams, fillvalue=""):
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+    assert texts == alone
+    half = llm.stream("one text", params)
+    next(half)
+    half.close()
+    assert not llm.engine.has_work

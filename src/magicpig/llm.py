@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,7 @@ class LLM:
     ) -> None:
         loaded = load(model, device, dtype) if isinstance(model, str) else model
         self.name = loaded.name
+        self._inboxes: dict[int, deque[Event]] = {}
         self.tokenizer = loaded.tokenizer
         self.identity = identity(loaded.model)
         config = loaded.model.config.get_text_config(decoder=True)
@@ -185,19 +187,24 @@ class LLM:
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Steps the engine until these requests are done; ends them when the caller leaves."""
+        inbox: deque[Event] = deque()
         left = {request.id: request.params.n for request in requests}
+        self._inboxes.update(dict.fromkeys(left, inbox))
         try:
-            while left:
-                for event in self.engine.step():
-                    if event.request_id in left:
-                        if event.finish:
-                            left[event.request_id] -= 1
-                            if not left[event.request_id]:
-                                del left[event.request_id]
-                        yield event
+            while any(left.values()):
+                while not inbox:  # a step may also bring news for others who run
+                    if not self.engine.has_work:
+                        return
+                    for event in self.engine.step():
+                        if event.request_id in self._inboxes:
+                            self._inboxes[event.request_id].append(event)
+                event = inbox.popleft()
+                left[event.request_id] -= event.finish is not None
+                yield event
         finally:
-            for request_id in list(left):
+            for request_id in left:
                 self.engine.abort(request_id)
+                del self._inboxes[request_id]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicpig.config import check_int
+from magicpig.config import Strict, check_int
 
 # Below this a temperature only adds rounding errors to what greedy decoding gives.
 SMALLEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Strict):
     """How the tokens of a completion are chosen and where it ends.
 
     max_tokens: the most tokens a completion has.
@@ -46,14 +46,6 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
-
-    def __new__(cls, *_: object, **fields: object) -> SamplingParams:
-        for name in fields.keys() - cls.__dataclass_fields__.keys():
-            known = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(
-                f"unknown SamplingParams field {name}={fields[name]!r}; known: {known}"
-            )
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -110,7 +110,7 @@ class Runner:
         """A prompt to be read. known: its first tokens, as a sequence that is read already."""
         if known is not None:
             layers = [
-                BatchLayer.of(layer, known.num_tokens)
+                BatchLayer.of(layer, known.num_tokens, len(prompt_ids))
                 if isinstance(layer, SequenceLayer)
                 else copy.deepcopy(layer)
                 for layer in known.layers
@@ -119,7 +119,7 @@ class Runner:
         layers = list(DynamicCache(config=self.model.config).layers)
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
-                layers[i] = BatchLayer(self.method.index(i), self.window)
+                layers[i] = BatchLayer(self.method.index(i), self.window, expected=len(prompt_ids))
             elif type(layer) is DynamicSlidingWindowLayer:
                 layers[i] = BatchLayer(None, self.window, layer.sliding_window)
         return Prefill(prompt_ids, Cache(layers))

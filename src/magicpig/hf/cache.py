@@ -26,6 +26,7 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     index: how rows of the far context are drawn; None: all are read.
     span: sliding attention over so many tokens, or None.
+    expected: tokens that a prompt is likely to have.
     check: called before every use; raises when the layer may not be used (any more).
     """
 
@@ -37,10 +38,12 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         index: LSHConfig | None,
         window: WindowConfig,
         span: int | None = None,
+        expected: int = 0,
         check: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.index, self.window, self.span, self.check = index, window, span, check
+        self.index, self.window, self.span = index, window, span
+        self.expected, self.check = expected, check
         self.is_sliding = span is not None
         self.num_heads = 0
         self.reset()
@@ -54,9 +57,9 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.num_seen = 0  # tokens of a row, padding included
 
     @classmethod
-    def of(cls, row: SequenceLayer, num_tokens: int) -> BatchLayer:
+    def of(cls, row: SequenceLayer, num_tokens: int, expected: int) -> BatchLayer:
         """A layer of a batch of one: a sequence that is left as it is, and goes on as another."""
-        layer = cls(row.far.index, row.config, row.span)
+        layer = cls(row.far.index, row.config, row.span, expected)
         layer.rows, layer.num_seen = [row.fork()], num_tokens
         return layer
 
@@ -160,13 +163,15 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return
         keep = self.span - 1 if self.span else None
         if not self.rows:
-            self.prompt = Prompt(keep)
+            self.prompt = Prompt(keep, self.expected)
             return
         if self.visible is not None:
             new = self.num_seen - self.visible.shape[1]
             decoded = torch.ones(len(self.rows), new, dtype=torch.bool)
             self.visible = torch.cat([self.visible, decoded], 1)
-        self.prompt = padded([row.read() for row in self.rows], self.visible, like, keep)
+        self.prompt = Prompt(keep, self.expected)
+        keys, values = padded([row.read() for row in self.rows], self.visible)
+        self.prompt.append(keys.to(like), values.to(like))
         self.known, self.rows = self.rows, []
         self.num_known = self.num_gathered = self.num_seen
 

@@ -10,10 +10,12 @@ class Prompt:
     """Tensors [batch, kv_heads, tokens, dim] that grow at their end, on the model's device.
 
     keep: before tokens are added, all but this many of the last are dropped; None: none are.
+    expected: tokens that are likely to come in all, to make room for at once.
     """
 
-    def __init__(self, keep: int | None = None) -> None:
+    def __init__(self, keep: int | None = None, expected: int = 0) -> None:
         self.keep = keep
+        self.expected = 0 if keep is not None else expected
         self.num_tokens = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -28,16 +30,10 @@ class Prompt:
         self._keys = self._put(self._keys, first, keys)
         self._values = self._put(self._values, first, values)
 
-    def reserve(self, tokens: int, like: Tensor) -> None:
-        """Makes room for so many tokens in all, shaped as `like` is but for their number."""
-        shape = (*like.shape[:2], tokens, like.shape[3])
-        if not self.num_tokens:
-            self._keys, self._values = like.new_empty(shape), like.new_empty(shape)
-
     def _put(self, old: Tensor | None, first: int, new: Tensor) -> Tensor:
         capacity = 0 if old is None else old.shape[2]
         if self.num_tokens > capacity:
-            capacity = max(self.num_tokens, capacity + capacity // 4)
+            capacity = max(self.num_tokens, capacity + capacity // 4, self.expected)
             grown = new.new_empty(*new.shape[:2], capacity, new.shape[3])
             if old is not None:
                 grown[:, :, :first] = old[:, :, :first]
@@ -72,17 +68,16 @@ class Prompt:
         self.num_tokens = max(0, self.num_tokens - tokens)
 
 
-def padded(
-    rows: list[tuple[Tensor, Tensor]], visible: Tensor | None, like: Tensor, keep: int | None
-) -> Prompt:
-    """A prompt of rows [kv_heads, tokens, dim] that stand where `visible` [batch, tokens] says."""
-    prompt = Prompt(keep)
+def padded(rows: list[tuple[Tensor, Tensor]], visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows [kv_heads, tokens, dim] as a batch, where `visible` [batch, tokens] says they stand."""
+    if len(rows) == 1 and visible is None:
+        keys, values = rows[0]
+        return keys[None], values[None]
     if visible is None:
         keys, values = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
-    else:
-        shape = (len(rows), rows[0][0].shape[0], visible.shape[1], rows[0][0].shape[2])
-        keys, values = torch.zeros(2, *shape, dtype=rows[0][0].dtype)
-        for i, (row_keys, row_values) in enumerate(rows):
-            keys[i, :, visible[i]], values[i, :, visible[i]] = row_keys, row_values
-    prompt.append(keys.to(like), values.to(like))
-    return prompt
+        return keys, values
+    shape = (len(rows), rows[0][0].shape[0], visible.shape[1], rows[0][0].shape[2])
+    keys, values = torch.zeros(2, *shape, dtype=rows[0][0].dtype)
+    for i, (row_keys, row_values) in enumerate(rows):
+        keys[i, :, visible[i]], values[i, :, visible[i]] = row_keys, row_values
+    return keys, values
