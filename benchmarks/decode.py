@@ -203,6 +203,16 @@ def attention_overhead(repeats: int = 2000) -> float:
     return 1e6 * (medians[0] - medians[1])
 
 
+def best_of_memory(llm: LLM, prompt: SequenceKV, n: int, new_tokens: int) -> float:
+    """Bytes that n completions of one prompt hold in all: the far context once, n windows."""
+    kvs = [prompt.fork() for _ in range(n)]
+    for _ in range(new_tokens):
+        llm.engine.runner.decode(kvs, torch.randint(100, 40_000, (n,)).tolist())
+        for kv in kvs:
+            kv.settle()
+    return kvs[0].nbytes.rows + kvs[0].nbytes.index + sum(kv.nbytes.window for kv in kvs)
+
+
 def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
     """b of the line log(time) = a + b log(length) with the least squares."""
     x, y = [math.log(n) for n in lengths], [math.log(t) for t in times]
@@ -241,6 +251,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--lengths", type=int, nargs="*", default=[16384, 32768, 65536, 131072])
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--best-of", type=int, default=8, help="completions that share a prompt")
     parser.add_argument("--no-transformers", action="store_true", help="leave the baseline out")
     parser.add_argument("--json", type=Path, help="also write the results there")
     args = parser.parse_args()
@@ -274,6 +285,12 @@ def main() -> None:
     out = Console(width=130)
     if results:
         out.print(decode_table(results))
+    if args.contexts and args.best_of > 1:
+        one, many = (best_of_memory(llm, prompt, n, 128) for n in (1, args.best_of))
+        print(
+            f"{args.best_of} completions of one prompt of {prompt.num_tokens} tokens, 128 new ones "
+            f"each: {many / 1e6:.0f} MB, one: {one / 1e6:.0f} MB, ratio {many / one:.2f}"
+        )
     print(f"Python around an attention step: {attention_overhead():.0f} us per layer")
     for threads, rows in longs.items():
         table = Table(title=f"one layer, 32/8 heads of 64, {threads} threads", title_justify="left")

@@ -27,10 +27,10 @@ def run(model, ids, mask, steps=STEPS):
     """Logits [batch, tokens, vocab] of a prefill and of decode steps with given tokens."""
     cache = DynamicCache(config=model.config)
     torch.manual_seed(1)
-    new = torch.randint(3, 211, (len(ids), steps))
+    new = torch.randint(3, 211, (len(ids), steps)).to(ids.device)
     logits = [model(ids, attention_mask=mask, past_key_values=cache).logits]
     for i in range(steps):
-        mask = torch.cat([mask, torch.ones(len(ids), 1, dtype=mask.dtype)], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         out = model(new[:, i : i + 1], attention_mask=mask, past_key_values=cache)
         logits.append(out.logits)
     return logits, cache
