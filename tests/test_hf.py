@@ -188,3 +188,20 @@ def test_importing_registers_nothing():
         "print('magicpig' in AttentionInterface().valid_keys())"
     )
     assert out.stdout.strip() == "False"
+
+
+def test_the_default_model_gives_transformers_logits(default_model):
+    """In float32; sampled with tables in which everything collides."""
+    model = default_model.model
+    text = "The keeper wrote down the weather and the ships that passed. " * 40
+    prompts = [default_model.tokenizer(text[:length])["input_ids"] for length in (900, 150)]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
+    theirs, _ = run(model, ids, mask)
+    for method in ("full", "lsh"):
+        with hf.enable(model, method, lsh=EVERYTHING, window=SMALL):
+            ours, cache = run(model, ids, mask)
+        assert_same(ours, theirs, mask, 1e-4 * theirs[-1].abs().max())
+        assert cache.layers[1].rows[0].far.num_tokens > longest

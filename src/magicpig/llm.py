@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicpig import _native
-from magicpig.attention.methods import make_method
+from magicpig.attention.methods import check_method, make_method
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.engine.engine import Engine
 from magicpig.engine.params import SamplingParams
@@ -93,12 +93,14 @@ class LLM:
         max_sequences: int = 64,
         memory_bytes: int | None = None,
     ) -> None:
+        check_method(method)
         loaded = load(model, device, dtype) if isinstance(model, str) else model
         self.name = loaded.name
         self._inboxes: dict[int, deque[Event]] = {}
         self.tokenizer = loaded.tokenizer
         self.identity = identity(loaded.model)
         config = loaded.model.config.get_text_config(decoder=True)
+        chosen = make_method(method, config.num_hidden_layers, lsh, dense_layers)
         lsh = lsh or LSHConfig()
         self.settings: dict[str, Any] = {
             "model": loaded.name,
@@ -107,7 +109,6 @@ class LLM:
             "num_tables": lsh.num_tables,
             "dense_layers": None if dense_layers is None else list(dense_layers),
         }
-        chosen = make_method(method, config.num_hidden_layers, lsh, dense_layers)
         ends = loaded.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
         memory = memory_bytes or int(_native.available_memory() * MEMORY_SHARE)
