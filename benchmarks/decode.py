@@ -2,8 +2,9 @@
 
 First the default model, at growing contexts and batches, by each method and by transformers' own
 generate with SDPA in the same run. Its prompt is random text read once; every sequence of a batch
-has rows of its own, so that no cache flatters. Then one attention layer with random keys in
-Llama-3.2-1B's geometry, to longer contexts, and the exponent with which its time grows.
+has rows of its own, so that no cache flatters. Then the same for a model with random weights in
+Llama-3.2-1B's geometry but with 4 layers, whose keys and values are random, at longer contexts.
+Last, one attention layer of it, and the exponent with which its time grows with the context.
 
 Parts of a step: linear (linear layers, MLPs, norms, embedding), window (rows read whole: window,
 dense layers, short segments), draw and rows (what is drawn), other (Python, rotary embedding,
@@ -27,12 +28,12 @@ from machine import hardware
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import magicpig
 from magicpig import LLM, LSHConfig, WindowConfig, _native
 from magicpig.attention.methods import METHODS, make_method
-from magicpig.engine.runner import DecodeLayer
+from magicpig.engine.runner import DecodeLayer, Runner
 from magicpig.hf.attention import attention
 from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
 from magicpig.models import load
@@ -89,11 +90,39 @@ def copied(sequence: SequenceKV, index_of) -> SequenceKV:
     return SequenceKV(layers, sequence.num_tokens)
 
 
+def random_model() -> PreTrainedModel:
+    """Llama-3.2-1B's geometry with few layers and a small vocabulary."""
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_hidden_layers=4,
+        vocab_size=49_152,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def random_prompt(tokens: int, layers: int) -> SequenceKV:
+    """Keys around a mean, as real ones are, in a model like random_model."""
+    sequence = []
+    for _ in range(layers):
+        layer = SequenceLayer(32, 8, 64, torch.bfloat16, None, WindowConfig())
+        keys = torch.randn(8, 1, 64) + torch.randn(8, tokens, 64)
+        layer.extend(keys.bfloat16(), torch.randn(8, tokens, 64).bfloat16())
+        sequence.append(layer)
+    return SequenceKV(sequence, tokens)
+
+
 def measure(
-    llm: LLM, clock: LinearClock, method: str, prompt: SequenceKV, batch: int, steps: int
+    runner: Runner, clock: LinearClock, method: str, prompt: SequenceKV, batch: int, steps: int
 ) -> Result:
-    runner = llm.engine.runner
-    index_of = make_method(method, len(prompt.layers)).index
+    # Of few layers none is dense: two of a model's sixteen or more would hardly count.
+    dense = None if len(prompt.layers) > 8 else []
+    index_of = make_method(method, len(prompt.layers), dense_layers=dense).index
     kvs = [copied(prompt, index_of) for _ in range(batch)]
     tokens = torch.randint(100, 40_000, (steps + 2, batch)).tolist()
     for warm in tokens[:2]:
@@ -222,8 +251,8 @@ def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
     )
 
 
-def decode_table(results: Sequence[Result]) -> Table:
-    table = Table(title="decode steps of the default model; ms by part", title_justify="left")
+def decode_table(model: str, results: Sequence[Result]) -> Table:
+    table = Table(title=f"decode steps of {model}; ms by part", title_justify="left")
     for name in ("context", "batch", "threads", "method", "tokens/s", "ms/step", "linear"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for name in ("window", "draw", "rows", "other", "keys read"):
@@ -243,67 +272,110 @@ def decode_table(results: Sequence[Result]) -> Table:
     return table
 
 
+def measure_all(
+    runner: Runner,
+    clock: LinearClock,
+    baseline: PreTrainedModel | None,
+    prompt: SequenceKV,
+    batches: Sequence[int],
+    steps: int,
+) -> list[Result]:
+    """Every batch by every method; by transformers as far as that takes less than a minute."""
+    results = []
+    for batch in batches:
+        for method in METHODS:
+            results.append(measure(runner, clock, method, prompt, batch, steps))
+        if baseline is not None and prompt.num_tokens * batch <= 50_000:
+            results.append(measure_transformers(baseline, prompt, batch, max(3, steps // 4)))
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--contexts", type=int, nargs="*", default=[256, 1024, 2048, 4096, 6000])
+    contexts = [256, 1024, 2048, 4096, 6000, 8000]
+    parser.add_argument("--contexts", type=int, nargs="*", default=contexts)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[16384, 32768, 65536, 131072])
+    lengths = [16384, 32768, 65536]
+    parser.add_argument("--long-contexts", type=int, nargs="*", default=lengths)
+    parser.add_argument("--long-batches", type=int, nargs="+", default=[1, 4])
+    lengths = [16384, 32768, 65536, 131072]
+    parser.add_argument("--layer-contexts", type=int, nargs="*", default=lengths)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--best-of", type=int, default=8, help="completions that share a prompt")
     parser.add_argument("--no-transformers", action="store_true", help="leave the baseline out")
     parser.add_argument("--json", type=Path, help="also write the results there")
     args = parser.parse_args()
     torch.manual_seed(0)
-    results: list[Result] = []
-    longs = {}
-    total = len(args.threads) * (len(args.contexts) * len(args.batches) + bool(args.lengths))
+    results: dict[str, list[Result]] = {"the default model": [], "a random model": []}
+    layers, best_of = {}, ""
+    rounds = len(args.contexts) + len(args.long_contexts) + bool(args.layer_contexts)
     with Progress(console=console) as bar:
-        task = bar.add_task("measuring", total=total)
+        task = bar.add_task("measuring", total=len(args.threads) * rounds)
         if args.contexts:
             llm = LLM(args.model)
             clock = LinearClock(llm.engine.runner.model)
             baseline = None if args.no_transformers else load(args.model).model
             longest = torch.randint(100, 40_000, (max(args.contexts),)).tolist()
-        for threads in args.threads:
-            magicpig.set_num_threads(threads)
-            torch.set_num_threads(threads)
             for context in args.contexts:
                 prompt = llm.read(longest[:context])
-                for batch in args.batches:
-                    for method in METHODS:
-                        results.append(measure(llm, clock, method, prompt, batch, args.steps))
-                    if baseline is not None and context * batch <= 50_000:
-                        steps = max(3, args.steps // 4)
-                        results.append(measure_transformers(baseline, prompt, batch, steps))
+                for threads in args.threads:
+                    use_threads(threads)
+                    results["the default model"] += measure_all(
+                        llm.engine.runner, clock, baseline, prompt, args.batches, args.steps
+                    )
                     bar.advance(task)
-            if args.lengths:
-                longs[threads] = long_layer(args.lengths, args.steps * 2)
-                bar.advance(task)
+            one, many = (best_of_memory(llm, prompt, n, 128) for n in (1, args.best_of))
+            best_of = (
+                f"{args.best_of} completions of one prompt of {prompt.num_tokens} tokens, 128 new "
+                f"ones each: {many / 1e6:.0f} MB, one: {one / 1e6:.0f} MB, ratio {many / one:.2f}"
+            )
+        if args.long_contexts:
+            baseline = None if args.no_transformers else random_model()
+            runner = Runner(random_model(), make_method("lsh", 4), WindowConfig())
+            clock = LinearClock(runner.model)
+            for context in args.long_contexts:
+                prompt = random_prompt(context, 4)
+                for threads in args.threads:
+                    use_threads(threads)
+                    results["a random model"] += measure_all(
+                        runner, clock, baseline, prompt, args.long_batches, args.steps
+                    )
+                    bar.advance(task)
+        for threads in args.threads if args.layer_contexts else ():
+            use_threads(threads)
+            layers[threads] = long_layer(args.layer_contexts, args.steps * 2)
+            bar.advance(task)
     print(f"{hardware()}, {datetime.date.today()}")
     out = Console(width=130)
-    if results:
-        out.print(decode_table(results))
-    if args.contexts and args.best_of > 1:
-        one, many = (best_of_memory(llm, prompt, n, 128) for n in (1, args.best_of))
-        print(
-            f"{args.best_of} completions of one prompt of {prompt.num_tokens} tokens, 128 new ones "
-            f"each: {many / 1e6:.0f} MB, one: {one / 1e6:.0f} MB, ratio {many / one:.2f}"
-        )
+    for model, measured in results.items():
+        if measured:
+            out.print(decode_table(model, measured))
+    print(best_of)
     print(f"Python around an attention step: {attention_overhead():.0f} us per layer")
-    for threads, rows in longs.items():
-        table = Table(title=f"one layer, 32/8 heads of 64, {threads} threads", title_justify="left")
-        for name in ("method", "tokens", "us", "keys read"):
-            table.add_column(name, justify="right")
-        for method, tokens, microseconds, share in rows:
-            table.add_row(method, str(tokens), f"{microseconds:.0f}", f"{100 * share:.2f} %")
-        out.print(table)
-        for method in ("full", "lsh"):
+    for threads, rows in layers.items():
+        out.print(layer_table(threads, rows))
+        for method in METHODS:
             times = [us for name, _, us, _ in rows if name == method]
-            print(f"{method}: time grows with length ** {exponent(args.lengths, times):.2f}")
+            print(f"{method}: time grows with length ** {exponent(args.layer_contexts, times):.2f}")
     if args.json:
-        args.json.write_text(json.dumps({"decode": [asdict(r) for r in results], "long": longs}))
+        decode = {model: [asdict(r) for r in rows] for model, rows in results.items()}
+        args.json.write_text(json.dumps({"decode": decode, "layer": layers}))
+
+
+def use_threads(count: int) -> None:
+    magicpig.set_num_threads(count)
+    torch.set_num_threads(count)
+
+
+def layer_table(threads: int, rows: Sequence[tuple[str, int, float, float]]) -> Table:
+    table = Table(title=f"one layer, 32/8 heads of 64, {threads} threads", title_justify="left")
+    for name in ("method", "tokens", "us", "keys read"):
+        table.add_column(name, justify="right")
+    for method, tokens, microseconds, share in rows:
+        table.add_row(method, str(tokens), f"{microseconds:.0f}", f"{100 * share:.2f} %")
+    return table
 
 
 if __name__ == "__main__":
