@@ -34,6 +34,7 @@ import magicpig
 from magicpig import LLM, LSHConfig, WindowConfig, _native
 from magicpig.attention.methods import METHODS, make_method
 from magicpig.engine.runner import DecodeLayer, Runner
+from magicpig.engine.sampler import Sampler, sample
 from magicpig.hf.attention import attention
 from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
 from magicpig.models import load
@@ -125,6 +126,7 @@ def measure(
     index_of = make_method(method, len(prompt.layers), dense_layers=dense).index
     kvs = [copied(prompt, index_of) for _ in range(batch)]
     tokens = torch.randint(100, 40_000, (steps + 2, batch)).tolist()
+    samplers = [Sampler(SamplingParams(), []) for _ in range(batch)]
     for warm in tokens[:2]:
         runner.decode(kvs, warm)
     before = parts(kvs)
@@ -132,7 +134,7 @@ def measure(
     samples = []
     for row in tokens[2:]:
         start = time.perf_counter()
-        runner.decode(kvs, row).argmax(-1).tolist()
+        sample(runner.decode(kvs, row), samplers)
         samples.append(time.perf_counter() - start)
         for kv in kvs:
             kv.settle()
