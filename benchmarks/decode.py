@@ -31,7 +31,7 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import magicpig
-from magicpig import LLM, LSHConfig, WindowConfig, _native
+from magicpig import LLM, LSHConfig, SamplingParams, WindowConfig, _native
 from magicpig.attention.methods import METHODS, make_method
 from magicpig.engine.runner import DecodeLayer, Runner
 from magicpig.engine.sampler import Sampler, sample
