@@ -1,7 +1,6 @@
 """Sampled attention over a KV cache in CPU memory: long contexts for any Hugging Face model.
 
-`LLM`, `SamplingParams` and `hf` need transformers, which takes seconds to import: they are fetched
-when they are first asked for.
+Names are fetched when they are first asked for: torch and transformers take seconds to import.
 """
 
 from __future__ import annotations
@@ -9,15 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from magicpig.attention import merge
-from magicpig.config import LSHConfig, WindowConfig
-from magicpig.kv import AttendStats, LayerKV, NBytes, attend
-from magicpig.native import isa, num_threads, set_isa, set_num_threads, supported_isas
-
 if TYPE_CHECKING:
     from magicpig import hf
+    from magicpig.attention import merge
+    from magicpig.config import LSHConfig, WindowConfig
     from magicpig.engine.params import SamplingParams
+    from magicpig.kv import AttendStats, LayerKV, NBytes, attend
     from magicpig.llm import LLM
+    from magicpig.native import isa, num_threads, set_isa, set_num_threads, supported_isas
 
 __version__ = "0.1.0"
 
@@ -39,12 +37,28 @@ __all__ = [
     "supported_isas",
 ]
 
+_MODULES = {
+    "LLM": "llm",
+    "SamplingParams": "engine.params",
+    "LSHConfig": "config",
+    "WindowConfig": "config",
+    "merge": "attention",
+    **dict.fromkeys(("AttendStats", "LayerKV", "NBytes", "attend"), "kv"),
+    **dict.fromkeys(
+        ("isa", "num_threads", "set_isa", "set_num_threads", "supported_isas"), "native"
+    ),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        return importlib.import_module("magicpig.llm").LLM
-    if name == "SamplingParams":
-        return importlib.import_module("magicpig.engine.params").SamplingParams
     if name == "hf":
         return importlib.import_module("magicpig.hf")
-    raise AttributeError(f"module 'magicpig' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'magicpig' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"magicpig.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from magicpig.cli.doctor import doctor
 from magicpig.cli.generate import generate
 from magicpig.cli.pull import pull
-from magicpig.cli.report import reported
+from magicpig.cli.report import INTERRUPTED, reported
 
 app = typer.Typer(
     name="magicpig",
@@ -41,4 +43,7 @@ for command in (generate, pull, doctor):
 
 
 def main() -> None:
-    app(prog_name="magicpig")
+    try:
+        app(prog_name="magicpig")
+    except KeyboardInterrupt:  # outside a command, while modules are imported
+        sys.exit(INTERRUPTED)
