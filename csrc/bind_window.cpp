@@ -93,6 +93,7 @@ void bind_window(nb::module_& m) {
       .def("fork", &Window::fork)
       .def_prop_ro("num_tokens", &Window::num_tokens)
       .def_prop_ro("nbytes", &Window::nbytes)
+      .def_prop_ro("spoiled", &Window::spoiled, "Whether it has held numbers that are not finite or out of range.")
       .def_prop_ro(
           "reads", [](const Window& window) { return std::make_pair(window.reads.rows, window.reads.tokens); },
           "Rows that steps read, over all query heads, and the tokens there were to read.")
@@ -104,11 +105,9 @@ void bind_window(nb::module_& m) {
           },
           "Thread-seconds of steps in which this window was the first: drawing rows, attention over drawn rows, and "
           "over rows read whole.");
-  m.def(
-      "step", &step_batch, "windows"_a, "fars"_a, "queries"_a.noconvert(), "keys"_a.noconvert(), "values"_a.noconvert(),
-      "scale"_a, "softcap"_a, "span"_a, "out"_a.noconvert(),
-      "Appends a token to each window and attends to it all; returns the thread-seconds of drawing, of attention over "
-      "drawn rows and over rows read whole.");
+  m.def("step", &step_batch, "windows"_a, "fars"_a, "queries"_a.noconvert(), "keys"_a.noconvert(),
+        "values"_a.noconvert(), "scale"_a, "softcap"_a, "span"_a, "out"_a.noconvert(),
+        "Appends a token to each window and attends to it all.");
 }
 
 }  // namespace magicpig

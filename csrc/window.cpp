@@ -42,6 +42,7 @@ bool Window::append(const TensorView& keys, const TensorView& values, size_t cou
     }
   }
   num_tokens_ += count;
+  spoiled_ |= !fine;
   return fine;
 }
 
@@ -56,6 +57,7 @@ void Window::drop(size_t first, size_t count) {
     std::memmove(rows, rows + count * row_bytes, behind * row_bytes);
   }
   num_tokens_ -= count;
+  if (num_tokens_ == 0) spoiled_ = false;
 }
 
 std::unique_ptr<Window> Window::fork() const {
@@ -67,6 +69,7 @@ std::unique_ptr<Window> Window::fork() const {
                 num_tokens_ * row_bytes);
   }
   copy->num_tokens_ = num_tokens_;
+  copy->spoiled_ = spoiled_;
   return copy;
 }
 

@@ -27,7 +27,8 @@ class Window {
   const Geometry& geometry() const { return geometry_; }
   size_t num_tokens() const { return num_tokens_; }
   size_t nbytes() const { return rows_.size(); }
-  Run newest(size_t count) const;  // the last `count` tokens, or all there are
+  bool spoiled() const { return spoiled_; }  // it has held numbers that are not finite, or out of range
+  Run newest(size_t count) const;            // the last `count` tokens, or all there are
 
   Reads reads;        // of the steps this window took part in
   Timing spent = {};  // by the steps of batches in which it was the first
@@ -38,6 +39,7 @@ class Window {
   Geometry geometry_;
   Buffer rows_;  // [num_kv_heads, capacity, 2 * dim]
   size_t num_tokens_ = 0, capacity_ = 0;
+  bool spoiled_ = false;
 };
 
 }  // namespace magicpig

@@ -169,6 +169,20 @@ def test_ctrl_c_in_decode_keeps_what_was_written(model):
     assert b"Traceback" not in errors
 
 
+@pytest.mark.parametrize("extra", [["-n", "2"], ["--json"]])
+def test_ctrl_c_shows_what_there_is(model, extra):
+    running = process("--model", model, "-p", "Hi", "--max-tokens", "4000", *extra)
+    time.sleep(6)
+    running.send_signal(signal.SIGINT)
+    written, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert b"Traceback" not in errors
+    if extra == ["--json"]:
+        assert json.loads(written)["completions"][0]["text"]
+    else:
+        assert written.startswith(b"[1/2]\n")
+
+
 def test_ctrl_c_in_prefill(model, tmp_path):
     (tmp_path / "a.txt").write_text("word " * 800)
     running = process("--model", model, "-f", str(tmp_path / "a.txt"), "-p", "?", "-n", "60")

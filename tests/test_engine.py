@@ -1,15 +1,18 @@
 """The engine: requests together give what each gives alone, and none can spoil another."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 import torch
-from zoo import CONFIGS, loaded
+from zoo import CONFIGS, loaded, make_model, make_tokenizer
 
 from magicpig import LSHConfig, WindowConfig
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sequence import Finish
 from magicpig.llm import LLM
+from magicpig.models import LoadedModel
 
 SMALL = WindowConfig(sinks=2, local=6, block=16)
 PROMPTS = [[5, 6, 7] * 20, [9], list(range(10, 250)), [44, 45]]
@@ -90,9 +93,11 @@ def test_abort_at_any_time(short_parts):
         doomed = llm.engine.add(PROMPTS[2], greedy(n=2))
         for _ in range(steps):
             llm.engine.step()
-        events = llm.engine.abort(doomed.id)
-        assert [event.finish for event in events] == [Finish.ABORT, Finish.ABORT]
-        assert llm.engine.abort(doomed.id) == []
+        llm.engine.abort(doomed.id)
+        llm.engine.abort(doomed.id)
+        events = llm.engine.step()
+        finishes = [event.finish for event in events if event.request_id == doomed.id]
+        assert finishes == [Finish.ABORT, Finish.ABORT]
         assert collect(llm, [other]) == expected
         assert not llm.engine.has_work
 
@@ -212,3 +217,128 @@ def test_streams_can_be_read_in_turns():
     next(half)
     half.close()
     assert not llm.engine.has_work
+
+
+def test_an_interrupt_ends_what_took_part_and_no_more(monkeypatch, short_parts):
+    llm = make_llm()
+    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
+    waiting = None
+    for in_prefill in (True, False):
+        request = llm.engine.add(PROMPTS[2], greedy(n=2))
+        for _ in range(3 if in_prefill else 12):
+            llm.engine.step()
+        waiting = llm.engine.add(PROMPTS[0], greedy())
+        attend, calls = "magicpig.hf.cache.exact_attention" if in_prefill else STEP, []
+
+        def interrupt(*_, calls=calls):
+            calls.append(1)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(attend, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.engine.step()
+        assert calls
+        events = llm.engine.step()
+        ended = [event for event in events if event.request_id == request.id]
+        assert [event.finish for event in ended] == [Finish.ERROR] * 2
+        assert collect(llm, [waiting]) == expected
+
+
+STEP = "magicpig.engine.runner.step"
+
+
+def test_threads_may_share_an_llm():
+    llm = make_llm(method="lsh", lsh=LSHConfig(4, 30, exact_below=16))
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=5, ignore_eos=True)
+    expected = [llm.generate([prompt], params)[0].completions[0].token_ids for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(llm.generate, [prompt], params) for prompt in PROMPTS * 4]
+        tokens = [future.result()[0].completions[0].token_ids for future in futures]
+    assert tokens == expected * 4
+    assert not llm.engine.has_work
+
+
+def test_a_request_may_be_ended_by_its_own_events():
+    llm = make_llm()
+    for prompt, after in ((PROMPTS[2] * 5, 0), (PROMPTS[0], 5)):
+        seen = []
+
+        def end(event, seen=seen, after=after):
+            seen.append(event)
+            if len(seen) > after:
+                llm.engine.abort(event.request_id)
+
+        generation = llm.generate([prompt], greedy(n=2), end)[0]
+        assert [c.finish for c in generation.completions] == [Finish.ABORT] * 2
+        assert not llm.engine.has_work
+
+
+def test_a_sampler_or_detokenizer_that_fails_fails_alone(monkeypatch):
+    llm = make_llm()
+    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
+    for part, name in (("sampler", "choose"), ("detokenizer", "push")):
+        bad, good = llm.engine.add(PROMPTS[3], greedy()), llm.engine.add(PROMPTS[0], greedy())
+        for _ in range(4):
+            llm.engine.step()
+        monkeypatch.setattr(getattr(bad.sequences[0], part), name, lambda _: 1 / 0)
+        assert [collect(llm, [good])] == [expected]
+        assert bad.sequences[0].finish == Finish.ERROR
+
+
+def test_prompts_are_read_in_parts_of_bounded_size():
+    llm = make_llm()
+    for tokens in (1, 2, 512, 513, 1025, 1400):
+        sizes, last = [], 0
+        for event in llm.run([llm.engine.add([7] * tokens, greedy(max_tokens=1))]):
+            if event.prefilled:
+                sizes.append(event.prefilled - last)
+                last = event.prefilled
+        assert sum(sizes) == tokens
+        assert max(sizes) <= 512
+        assert min(sizes) > 1 or tokens == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("method", ["full", "lsh"])
+def test_what_is_held_was_estimated(name, method):
+    llm = make_llm(name, method=method, lsh=LSHConfig(5, 40, exact_below=0))
+    request = llm.engine.add([5, 6, 7, 8] * 400, greedy(max_tokens=300, n=4, temperature=1.0))
+    held = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        if request.sequences and not request.finished:
+            sizes = [s.usage.nbytes for s in request.sequences]
+            shared = sizes[0].rows + sizes[0].index
+            held = max(held, shared + sum(size.window for size in sizes))
+    assert held <= request.estimated_bytes < 8 * held
+
+
+def test_rotary_embeddings_that_know_the_batch_are_run_alone():
+    def llm():
+        model = make_model("llama")
+        config = model.config
+        config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        config.max_position_embeddings = 100
+        fresh = type(model)(config).eval()
+        fresh.load_state_dict(model.state_dict())
+        return LLM(LoadedModel(fresh, make_tokenizer(), "dynamic", Path()), method="full")
+
+    prompts = [list(range(5, 45)), list(range(5, 90))]
+    alone = [llm().generate([prompt], greedy(8))[0].completions[0].token_ids for prompt in prompts]
+    together = llm().generate(prompts, greedy(8))
+    assert [g.completions[0].token_ids for g in together] == alone
+
+
+def test_models_that_cannot_be_followed_are_refused():
+    model = make_model("llama")
+    model.config.layer_types = ["chunked_attention"] * 4
+    model.config.attention_chunk_size = 16
+    with pytest.raises(NotImplementedError, match="chunked attention"):
+        LLM(LoadedModel(model, make_tokenizer(), "chunked", Path()))
+    taken = loaded("llama")
+    LLM(taken)
+    with pytest.raises(ValueError, match="belongs to another LLM"):
+        LLM(taken)
+    with pytest.raises(TypeError, match="not a LlamaForCausalLM"):
+        LLM(make_model("llama"))

@@ -1,5 +1,7 @@
 """The drop-in: transformers models give transformers' own numbers, and are left as they were."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -205,3 +207,73 @@ def test_the_default_model_gives_transformers_logits(default_model):
             ours, cache = run(model, ids, mask)
         assert_same(ours, theirs, mask, 1e-4 * theirs[-1].abs().max())
         assert cache.layers[1].rows[0].far.num_tokens > longest
+
+
+def test_models_that_touch_keys_after_the_cache_are_refused():
+    model = make_model("llama")
+    ids = torch.randint(3, 211, (1, 30))
+
+    class Touched(type(model.model.layers[1].self_attn)):
+        def forward(self, *args, past_key_values, **kwargs):
+            touched = type("Cache", (), {"update": lambda _, *a: _double(past_key_values, *a)})
+            return super().forward(*args, past_key_values=touched(), **kwargs)
+
+    def _double(cache, *arguments):
+        keys, values = cache.update(*arguments)
+        return keys * 1.0, values
+
+    model.model.layers[1].self_attn.__class__ = Touched
+    with hf.enable(model), pytest.raises(NotImplementedError, match="cannot follow"):
+        model.generate(ids, max_new_tokens=5)
+    plain = make_model("llama")  # what went wrong before does not linger
+    with hf.enable(plain):
+        plain.generate(ids, max_new_tokens=5)
+
+
+def test_attention_that_takes_more_is_refused():
+    model = make_model("llama")
+    ids = torch.randint(3, 211, (1, 30))
+    with hf.enable(model):
+        with pytest.raises(NotImplementedError, match="takes 's_aux'"):
+            model(ids, s_aux=torch.zeros(4))
+        with pytest.raises(RuntimeError, match="enabled for this model already"), hf.enable(model):
+            pass
+        assert model(ids, None, None, None).past_key_values.get_seq_length() == 30
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with hf.enable(model), pytest.raises(NotImplementedError, match="dropout"):
+        model(ids)
+
+
+@pytest.mark.parametrize("decoded", [0, 3])
+def test_a_copied_cache_is_a_cache_of_its_own(decoded):
+    model = make_model("llama")
+    ids = torch.randint(3, 211, (1, 60))
+    with torch.no_grad(), hf.enable(model, "full", window=SMALL):
+        cache = model(ids).past_key_values
+        for _ in range(decoded):
+            model(ids[:, :1], past_key_values=cache)
+        other = copy.deepcopy(cache)
+        outs = [model(ids[:, :1], past_key_values=each).logits for each in (cache, other, other)]
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[1], outs[2])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no longer in force"):
+        model(ids[:, :1], past_key_values=other)
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone():
+    model = make_model("llama")
+    ids = torch.randint(3, 211, (2, 60))
+    with torch.no_grad(), hf.enable(model, "full", window=SMALL):
+        cache = model(ids).past_key_values
+        clean = copy.deepcopy(cache)
+        for step in range(60):
+            token = ids[:, step : step + 1]
+            embeds = model.get_input_embeddings()(token)
+            fine = model(inputs_embeds=embeds, past_key_values=clean).logits
+            if step == 4:
+                embeds[1] = float("nan")
+            out = model(inputs_embeds=embeds, past_key_values=cache).logits
+    assert torch.equal(out[0], fine[0])
+    assert out[1].isnan().all()

@@ -1,5 +1,8 @@
 """A sequence: whatever was added is attended to, in the window or behind it; nothing is lost."""
 
+import os
+from concurrent.futures import Future
+
 import pytest
 import torch
 from contexts import tolerance
@@ -200,3 +203,16 @@ def test_refuses_what_does_not_fit():
         layer.window.drop(0, 99)
     with pytest.raises(ValueError, match="not all among"):
         layer.far.read(0, 1)
+
+
+def test_a_forked_process_builds_its_own_segments(monkeypatch):
+    layer = make_layer()
+    decode(layer, SMALL.sinks + SMALL.local + SMALL.block)  # a segment is begun
+    started = layer._next_far
+    assert started is not None
+    child = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: child)
+    layer._next_far = Future()  # which nobody will ever complete
+    decode(layer, 40)
+    assert layer.far.num_tokens >= 32
+    assert layer.num_tokens == SMALL.sinks + SMALL.local + SMALL.block + 40

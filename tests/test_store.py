@@ -254,8 +254,14 @@ def test_a_context_belongs_to_its_model(tmp_path):
     llm = make_llm()
     Context.read(llm, Document("text " * 60)).save(llm, path)
     other = loaded("llama", seed=1)
-    with pytest.raises(StoreError, match="made with the model 'llama', which is not"):
+    with pytest.raises(StoreError, match=r"made with the model llama, which .* these weights"):
         Context.load(LLM(other, window=SMALL, lsh=LSH), path)
+    half = loaded("llama", dtype=torch.bfloat16)
+    with pytest.raises(StoreError, match="llama in float32, which is not the llama in bfloat16"):
+        Context.load(LLM(half, window=SMALL, lsh=LSH), path)
+    store.save(tmp_path / "b.pig", make_sequence(), {"no": "document"})
+    with pytest.raises(StoreError, match="holds no document"):
+        Context.load(llm, tmp_path / "b.pig")
     changed = make_llm()
     changed.tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(StoreError, match="another tokenizer or chat template"):

@@ -112,6 +112,10 @@ class Window:
     def nbytes(self) -> int: ...
 
     @property
+    def spoiled(self) -> bool:
+        """Whether it has held numbers that are not finite or out of range."""
+
+    @property
     def reads(self) -> tuple[int, int]:
         """
         Rows that steps read, over all query heads, and the tokens there were to read.
@@ -124,9 +128,7 @@ class Window:
         """
 
 def step(windows: Sequence[Window], fars: Sequence[LayerKV], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float, span: int, out: torch.Tensor) -> None:
-    """
-    Appends a token to each window and attends to it all; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole.
-    """
+    """Appends a token to each window and attends to it all."""
 
 class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None: ...

@@ -58,8 +58,11 @@ class Context:
         """
         path = Path(path)
         about = store.load_about(path)
-        _check_model(llm, path, about)
-        document, token_ids = Document(**about["document"]), about["token_ids"]
+        try:
+            document, token_ids = Document(**about["document"]), about["token_ids"]
+            _check_model(llm, path, about)
+        except (KeyError, TypeError) as error:
+            raise StoreError(f"{str(path)!r} holds no document: {error}") from error
         if document.parts(llm.tokenizer, "")[0] != token_ids:
             raise StoreError(f"{str(path)!r} was made with another tokenizer or chat template")
         kv, _ = store.load(path)
@@ -69,7 +72,11 @@ class Context:
 def _check_model(llm: LLM, path: Path, about: dict[str, Any]) -> None:
     if about["identity"] != llm.identity:
         made_with = about["settings"]["model"]
+        dtypes = about["settings"]["dtype"], llm.settings["dtype"]
+        if dtypes[0] != dtypes[1]:
+            made_with, used = f"{made_with} in {dtypes[0]}", f"{llm.name} in {dtypes[1]}"
+        else:
+            used = f"{llm.name} in use, or not with these weights"
         raise StoreError(
-            f"{str(path)!r} was made with the model {made_with!r}, which is not the "
-            f"{llm.name!r} in use (or not with these weights, or in this dtype)"
+            f"{str(path)!r} was made with the model {made_with}, which is not the {used}"
         )

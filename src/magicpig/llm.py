@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Choice
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Event, Finish, Request, Usage
-from magicpig.kv.sequence import SequenceKV
+from magicpig.kv.sequence import SequenceBytes, SequenceKV
 from magicpig.models import LoadedModel, load
 from magicpig.models.identity import identity
 
@@ -94,8 +96,14 @@ class LLM:
         memory_bytes: int | None = None,
     ) -> None:
         check_method(method)
+        if not isinstance(model, (str, LoadedModel)):
+            raise TypeError(
+                "model must be a name or what magicpig.models.load gave, "
+                f"not a {type(model).__name__}"
+            )
         loaded = load(model, device, dtype) if isinstance(model, str) else model
         self.name = loaded.name
+        self._lock = threading.RLock()  # over the engine and the inboxes
         self._inboxes: dict[int, deque[Event]] = {}
         self.tokenizer = loaded.tokenizer
         self.identity = identity(loaded.model)
@@ -108,15 +116,17 @@ class LLM:
             "bits_per_table": lsh.bits_per_table,
             "num_tables": lsh.num_tables,
             "dense_layers": None if dense_layers is None else list(dense_layers),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
         }
         ends = loaded.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
-        memory = memory_bytes or int(_native.available_memory() * MEMORY_SHARE)
+        if memory_bytes is None:
+            memory_bytes = int(_native.available_memory() * MEMORY_SHARE)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
         self.engine = Engine(
             Runner(loaded.model, chosen, window or WindowConfig()),
             loaded.tokenizer,
-            Scheduler(memory, max_sequences),
+            Scheduler(memory_bytes, max_sequences),
             frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
             self.max_length,
         )
@@ -136,10 +146,9 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt in _as_list(prompts):
-                requests.append(self.engine.add(self.encode(prompt), params))
+                requests.append(self._add(self.encode(prompt), params))
         except BaseException:
-            for request in requests:
-                self.engine.abort(request.id)
+            self._end(requests)
             raise
         return self._collect(requests, on_event)
 
@@ -151,13 +160,13 @@ class LLM:
         on_event: Callable[[Event], None] | None = None,
     ) -> Generation:
         """Completes one prompt, the first tokens of which may be known (`read` gives them)."""
-        return self._collect([self.engine.add(prompt_ids, params, known)], on_event)[0]
+        return self._collect([self._add(prompt_ids, params, known)], on_event)[0]
 
     def read(
         self, prompt_ids: Sequence[int], on_event: Callable[[Event], None] | None = None
     ) -> SequenceKV:
         """Reads a text, to be gone on from any number of times by generate_from."""
-        request = self.engine.add(prompt_ids, SamplingParams(max_tokens=1), keep_prompt=True)
+        request = self._add(prompt_ids, SamplingParams(max_tokens=1), keep_prompt=True)
         self._collect([request], on_event)
         assert request.prompt
         return request.prompt
@@ -175,11 +184,14 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Closing the iterator ends the request."""
-        request = self.engine.add(self.encode(prompt), params or SamplingParams())
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a stream is of one completion: n must be 1, not {params.n}")
+        request = self._add(self.encode(prompt), params)
         for event in self.run([request]):
             if event.error:
                 raise event.error
-            if event.text and event.index == 0:
+            if event.text:
                 yield event.text
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:
@@ -187,31 +199,55 @@ class LLM:
         return self.generate([self.encode_chat(messages)], params)[0]
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
-        """Steps the engine until these requests are done; ends them when the caller leaves."""
+        """Steps the engine until these requests are done; ends them when the caller leaves.
+
+        Several threads may run requests of their own at once: whoever steps brings news for all.
+        """
         inbox: deque[Event] = deque()
         left = {request.id: request.params.n for request in requests}
-        self._inboxes.update(dict.fromkeys(left, inbox))
+        with self._lock:
+            self._inboxes.update(dict.fromkeys(left, inbox))
         try:
             while any(left.values()):
-                while not inbox:  # a step may also bring news for others who run
-                    if not self.engine.has_work:
+                with self._lock:
+                    if not inbox and not self.engine.has_work:
                         return
-                    for event in self.engine.step():
-                        if event.request_id in self._inboxes:
-                            self._inboxes[event.request_id].append(event)
-                event = inbox.popleft()
-                left[event.request_id] -= event.finish is not None
-                yield event
+                    if not inbox:
+                        self._deliver(self.engine.step())
+                while inbox:
+                    event = inbox.popleft()
+                    left[event.request_id] -= event.finish is not None
+                    yield event
         finally:
-            for request_id in left:
-                self.engine.abort(request_id)
-                del self._inboxes[request_id]
+            self._end(requests)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.request_id in self._inboxes:
+                self._inboxes[event.request_id].append(event)
+
+    def _add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        known: SequenceKV | None = None,
+        keep_prompt: bool = False,
+    ) -> Request:
+        with self._lock:
+            return self.engine.add(prompt_ids, params, known, keep_prompt)
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                self.engine.abort(request.id)
+                self._inboxes.pop(request.id, None)
+            self._deliver(self.engine.news())  # not to those who left
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
-        return list(prompt)
+        return [operator.index(token) for token in prompt]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins."""
@@ -232,7 +268,7 @@ class _Collected:
         self.request = request
         self.texts = [""] * request.params.n
         self.choices: list[list[Choice]] = [[] for _ in range(request.params.n)]
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def take(self, event: Event) -> None:
         self.texts[event.index] += event.text
@@ -244,10 +280,11 @@ class _Collected:
         if self.error:
             raise self.error
         request = self.request
+        nothing = Completion("", [], Finish.ABORT, [], Usage(SequenceBytes(0, 0, 0), 1.0))
         completions = [
             Completion(text, s.token_ids, s.finish or Finish.ABORT, choices, s.usage)
-            for text, s, choices in zip(self.texts, request.sequences, self.choices, strict=True)
-        ]
+            for text, s, choices in zip(self.texts, request.sequences, self.choices, strict=False)
+        ] or [nothing] * request.params.n  # ended before its prompt was read
         return Generation(
             len(request.prompt_ids),
             request.known.num_tokens if request.known else 0,
@@ -258,6 +295,6 @@ class _Collected:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and hasattr(prompts[0], "__index__")):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def load_llm(context: Path | None, options: dict[str, Any], device: str, dtype: str) -> LLM:
+def load_llm(context: Path | None, options: dict[str, Any], device: str) -> LLM:
     """The model, as options say; where they say nothing (None), as the saved context was made."""
     known = store.load_about(context)["settings"] if context else {}
     chosen = {**known, **{name: value for name, value in options.items() if value is not None}}
@@ -48,7 +50,7 @@ def load_llm(context: Path | None, options: dict[str, Any], device: str, dtype: 
         lsh=LSHConfig(**lsh),
         dense_layers=chosen.get("dense_layers"),
         device=device,
-        dtype=dtype,
+        dtype=chosen.get("dtype", "auto"),
     )
 
 
@@ -68,39 +70,60 @@ def known_context(
     return known
 
 
+class Shown(Enum):
+    """What is printed of completions while they come, and when they are interrupted."""
+
+    AS_TEXT = 1  # one alone as it comes, several when they are done
+    AS_JSON = 2  # nothing; an object, if they are interrupted
+
+
 def answer(
     llm: LLM, prompt_ids: list[int], params: SamplingParams, known: SequenceKV | None = None
 ) -> Generation:
     """Prints the completions; one alone is streamed."""
-    generation = generated(llm, prompt_ids, params, known, shown=params.n == 1)
-    for i, completion in enumerate(generation.completions if params.n > 1 else []):
-        print(f"[{i + 1}/{params.n}]\n{completion.text.strip()}\n")
-    console.print(summary(generation), style="dim")
+    generation = generated(llm, prompt_ids, params, known, Shown.AS_TEXT)
+    if params.n > 1:
+        print_numbered([completion.text for completion in generation.completions])
+    console.print(summary(generation), style="dim", soft_wrap=True)
     return generation
+
+
+def print_numbered(texts: list[str]) -> None:
+    for i, text in enumerate(texts):
+        print(f"[{i + 1}/{len(texts)}]\n{text.strip()}\n")
 
 
 def generated(
     llm: LLM,
     prompt_ids: list[int],
     params: SamplingParams,
-    known: SequenceKV | None = None,
-    shown: bool = False,
+    known: SequenceKV | None,
+    shown: Shown,
 ) -> Generation:
-    """The completions of a prompt, with a bar on a terminal; `shown`: printed as they come."""
-    written = ""
-    with reading_bar(len(prompt_ids) - (known.num_tokens if known else 0)) as read:
+    """The completions of a prompt, with a bar on a terminal. An interrupt shows what there is."""
+    texts = [""] * params.n
+    streamed = shown is Shown.AS_TEXT and params.n == 1
+    before = known.num_tokens if known else 0
 
-        def on_event(event: Event) -> None:
-            nonlocal written
-            read(event.prefilled - (known.num_tokens if known else 0))
-            if shown and event.text:
-                text = event.text if written else event.text.lstrip()
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                written += text
+    def on_event(event: Event) -> None:
+        read(event.prefilled - before)
+        text = event.text if texts[event.index] else event.text.lstrip()
+        texts[event.index] += text
+        if streamed and text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
-        generation = llm.generate_from(prompt_ids, params, known, on_event)
-    if shown and not written.endswith("\n"):
+    try:
+        with reading_bar(len(prompt_ids) - before) as read:
+            generation = llm.generate_from(prompt_ids, params, known, on_event)
+    except KeyboardInterrupt:
+        if shown is Shown.AS_JSON:
+            parts = [{"text": text, "finish": "abort"} for text in texts]
+            print(json.dumps({"interrupted": True, "completions": parts}, ensure_ascii=False))
+        elif not streamed and any(texts):
+            print_numbered(texts)
+        raise
+    if streamed and not texts[0].endswith("\n"):
         print()
     return generation
 

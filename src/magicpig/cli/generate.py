@@ -64,7 +64,7 @@ def generate(
         option(ATTENTION, help="Layers that read all, like 0,15. (first, middle)"),
     ] = None,
     device: Annotated[str, option(OUTPUT, help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, option(OUTPUT, help="auto, bfloat16, float32, ...")] = "auto",
+    dtype: Annotated[str | None, option(OUTPUT, help="auto, bfloat16, float32, ... (auto)")] = None,
     threads: Annotated[int | None, option(OUTPUT, help="CPU threads. (all)")] = None,
     as_json: Annotated[
         bool, option(OUTPUT, "--json", help="One JSON object instead of text.")
@@ -98,9 +98,9 @@ def generate(
             "bits_per_table": bits_per_table,
             "num_tables": num_tables,
             "dense_layers": layer_list(dense_layers),
+            "dtype": dtype,
         },
-        device=device,
-        dtype=dtype,
+        device,
     )
     if truncate_left:
         document = document.cut_left(llm.tokenizer, question, llm.max_length - max_tokens)
@@ -114,7 +114,7 @@ def generate(
         return  # the text was to be kept, and is
     kv = None if known is None else known.kv
     if as_json:
-        generation = answer.generated(llm, prompt_ids, params, kv)
+        generation = answer.generated(llm, prompt_ids, params, kv, answer.Shown.AS_JSON)
         print(json.dumps(answer.as_dict(generation), ensure_ascii=False))
     else:
         answer.answer(llm, prompt_ids, params, kv)

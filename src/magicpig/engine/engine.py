@@ -40,6 +40,7 @@ class Engine:
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
         self._reading: tuple[Request, Prefill] | None = None
+        self._late: list[Event] = []  # of what ended outside a step
 
     def add(
         self,
@@ -79,24 +80,31 @@ class Engine:
                 "one at least must be new"
             )
 
-    def abort(self, request_id: int) -> list[Event]:
-        """Ends a request's completions as they are; nothing if it ended before."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return []
-        if self._reading and self._reading[0] is request:
-            self._reading = None
-        events = self._end(request, Finish.ABORT)
-        self.scheduler.drop(request)
-        return events
+    def abort(self, request_id: int) -> None:
+        """Ends a request's completions as they are, if they have not ended; the next step tells."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._late += self._end(request, Finish.ABORT)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        """Whether a step would bring news."""
+        return bool(self._requests or self._late)
+
+    def news(self) -> list[Event]:
+        """What the next step would tell before it does anything."""
+        events, self._late = self._late, []
+        return events
 
     def step(self) -> list[Event]:
         """Reads a part of the next prompt and gives every running sequence a token."""
-        events = self._read_part() + self._decode()
+        events = self.news()
+        try:
+            events += self._read_part()
+            events += self._decode()
+        except BaseException:  # an interrupt: what there is to tell, the next step tells
+            self._late = events + self._late
+            raise
         self.scheduler.sweep()
         for request in [r for r in self._requests.values() if r.finished]:
             del self._requests[request.id]
@@ -119,11 +127,12 @@ class Engine:
             if request.keep_prompt:
                 request.prompt = kv.fork()
             self._start(request, kv)
-        except Exception as error:  # whatever it is, other requests go on
-            self._reading = None
-            events = self._end(request, Finish.ERROR, error)
-            self.scheduler.drop(request)
-            return events
+        except BaseException as error:  # whatever it is, other requests go on
+            ended = self._end(request, Finish.ERROR, error)
+            if isinstance(error, Exception):
+                return ended
+            self._late += ended
+            raise
         self._reading = None
         request.prefilled = time.perf_counter()
         choices = sample(
@@ -147,8 +156,12 @@ class Engine:
             return []
         try:
             logits = self.runner.decode([s.kv for s in running], [s.token_ids[-1] for s in running])
-        except Exception as error:  # layers may have gone different ways: none can go on
-            return [self._finished(s, Finish.ERROR, error=error) for s in running]
+        except BaseException as error:  # layers may have gone different ways: none can go on
+            ended = [self._finished(s, Finish.ERROR, error=error) for s in running]
+            if isinstance(error, Exception):
+                return ended
+            self._late += ended
+            raise
         choices = sample(logits, [s.sampler for s in running])
         return [self._take(s, choice) for s, choice in zip(running, choices, strict=True)]
 
@@ -161,7 +174,10 @@ class Engine:
         ends = choice.token in params.stop_token_ids or (
             choice.token in self.end_token_ids and not params.ignore_eos
         )
-        text = "" if ends else sequence.detokenizer.push(choice.token)
+        try:
+            text = "" if ends else sequence.detokenizer.push(choice.token)
+        except Exception as error:
+            return self._finished(sequence, Finish.ERROR, choice, error=error)
         if ends or sequence.detokenizer.stopped:
             return self._finished(sequence, Finish.STOP, choice, text)
         if len(sequence.token_ids) >= params.max_tokens or sequence.length >= self.max_length:
@@ -178,9 +194,10 @@ class Engine:
         finish: Finish,
         choice: Choice | None = None,
         text: str = "",
-        error: Exception | None = None,
+        error: BaseException | None = None,
     ) -> Event:
-        text += sequence.detokenizer.finish()
+        if not error:
+            text += sequence.detokenizer.finish()
         sequence.end(finish)
         return Event(
             sequence.request.id,
@@ -191,10 +208,16 @@ class Engine:
             error=error,
         )
 
-    def _end(self, request: Request, finish: Finish, error: Exception | None = None) -> list[Event]:
+    def _end(
+        self, request: Request, finish: Finish, error: BaseException | None = None
+    ) -> list[Event]:
         """Ends all completions that have not ended; before there are any, each by an event."""
         self._requests.pop(request.id, None)
+        if self._reading and self._reading[0] is request:
+            self._reading = None
+        left = [s for s in request.sequences if s.finish is None]
+        ended = [self._finished(s, finish, error=error) for s in left]
+        self.scheduler.drop(request)
         if request.sequences:
-            left = [s for s in request.sequences if s.finish is None]
-            return [self._finished(s, finish, error=error) for s in left]
+            return ended
         return [Event(request.id, i, finish=finish, error=error) for i in range(request.params.n)]

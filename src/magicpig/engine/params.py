@@ -24,7 +24,7 @@ class SamplingParams(Strict):
         them); 0 is off.
     min_p: draw only among tokens at least this fraction as likely as the likeliest; 0 is off.
     repetition_penalty: divides the positive and multiplies the negative logits of tokens that
-        the prompt or the completion already holds; 1 is off, at most 10.
+        the prompt or the completion already holds; 1 is off, 0.01 to 10.
     seed: equal requests with equal seeds get equal completions; None takes a fresh one each time.
     stop: a string or several; a completion ends before the first of them that it would hold.
     stop_token_ids: tokens that end a completion like the model's own end token.
@@ -53,7 +53,7 @@ class SamplingParams(Strict):
         _check_number("top_p", self.top_p, 0, 1, above=True)
         check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("min_p", self.min_p, 0, 1)
-        _check_number("repetition_penalty", self.repetition_penalty, 0, 10, above=True)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 10)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**63 - 1)
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
@@ -77,7 +77,7 @@ class SamplingParams(Strict):
         return self.temperature < SMALLEST_TEMPERATURE
 
 
-def _check_number(name: str, value: object, low: int, high: int, above: bool = False) -> None:
+def _check_number(name: str, value: object, low: float, high: float, above: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number, not {value!r}")
     if not low <= value <= high or (above and value == low):

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
 )
 
 from magicpig.attention.methods import Method
 from magicpig.config import WindowConfig
 from magicpig.hf.attention import ENGINE, register
-from magicpig.hf.cache import TAG, BatchLayer
+from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
 from magicpig.nn import pack
@@ -28,7 +28,7 @@ from magicpig.nn import pack
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 
 
-class DecodeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class DecodeLayer(TaggedLayer):
     """One layer of the sequences of a decode step."""
 
     def __init__(self, rows: list[SequenceLayer]) -> None:
@@ -39,8 +39,7 @@ class DecodeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        setattr(key_states, TAG, self)
-        return key_states, value_states
+        return self.give(key_states, value_states)
 
     def attend(
         self,
@@ -56,9 +55,6 @@ class DecodeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return step(self.rows, query, key, value, scale, softcap).unsqueeze(1)
         out = step(self.rows, query.cpu(), key.cpu(), value.cpu(), scale, softcap)
         return out.unsqueeze(1).to(query.device)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError
 
     def get_seq_length(self) -> int:
         return max(row.num_tokens for row in self.rows)
@@ -86,11 +82,41 @@ class Prefill:
         return self.prompt_ids[self.done : self.done + -(-left // parts)]
 
 
+ROTARY_BY_LENGTH = {"dynamic", "longrope"}
+
+
+def rotary_kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embedding that a model uses, by transformers' names."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(one["rope_type"]) for one in each if "rope_type" in one}
+
+
+def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """KV heads and their dimension, of a model's layers."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, dim
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Raises for models that would give wrong results, or an error after a long prompt."""
+    if "chunked_attention" in get_layer_types_and_kwargs(config)[0]:
+        raise NotImplementedError("magicpig does not know chunked attention, which the model has")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise NotImplementedError("magicpig does not know layers that share keys and values")
+    _, dim = heads_of(config)
+    if dim % 8 or not 8 <= dim <= 256:
+        raise NotImplementedError(f"head_dim must be a multiple of 8 up to 256, not {dim}")
+
+
 class Runner:
     """model: used by this runner alone from now on; its attention is ours."""
 
     def __init__(self, model: PreTrainedModel, method: Method, window: WindowConfig) -> None:
         register()
+        if model.config._attn_implementation == ENGINE:
+            raise ValueError("this model belongs to another LLM: load it once more")
         model.train(False)
         model.set_attn_implementation(ENGINE)
         if model.config._attn_implementation != ENGINE:
@@ -102,9 +128,14 @@ class Runner:
         pack(model)
         self.method = method
         self.window = window
+        config = model.config.get_text_config(decoder=True)
+        check_supported(config)
         kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
-        # Layers of other kinds keep the model's own state, which cannot be batched afterwards.
-        self.batches = all(kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds)
+        # Layers of other kinds keep the model's own state, which cannot be batched afterwards; and
+        # some rotary embeddings depend on the longest sequence of a batch.
+        self.batches = not ROTARY_BY_LENGTH & rotary_kinds(config) and all(
+            kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
+        )
 
     def begin(self, prompt_ids: list[int], known: SequenceKV | None = None) -> Prefill:
         """A prompt to be read. known: its first tokens, as a sequence that is read already."""
@@ -161,6 +192,7 @@ class Runner:
         self, token_ids: list[list[int]], positions: list[list[int]], cache: Cache
     ) -> Tensor:
         """Logits [batch, vocab] after the last token of each row."""
+        begin_pass()
         out = self.model(
             input_ids=torch.tensor(token_ids, device=self.device),
             position_ids=torch.tensor(positions, device=self.device),
@@ -175,16 +207,17 @@ class Runner:
 
         While a prompt is read its keys and values are there twice, once as tensors.
         """
-        config = self.model.config.get_text_config(decoder=True)
-        heads = config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dim = heads_of(self.model.config.get_text_config(decoder=True))
         vectors = 2 * heads * (-(-dim // 16) * 16) * self.dtype.itemsize
         tokens = prompt_tokens + n * new_tokens
+        window = self.window.sinks + self.window.local + 2 * self.window.block
         total = 0
         for i, layer in enumerate(DynamicCache(config=self.model.config).layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                total += n * min(tokens, layer.sliding_window + self.window.block) * vectors
             if type(layer) is not DynamicLayer:
                 continue
-            total += (tokens + prompt_tokens) * vectors
+            total += (tokens + prompt_tokens + n * min(tokens, window)) * vectors
             if index := self.method.index(i):
                 buckets = (1 + tokens // 65536) * 2**index.bits_per_table
                 total += heads * index.num_tables * (2 * tokens + 4 * buckets)

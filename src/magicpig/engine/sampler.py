@@ -71,9 +71,7 @@ class Sampler:
         """The next token from `logits` [vocab], float32; they are left as they are."""
         token = int(logits.argmax())  # the first NaN where there is one
         if not np.isfinite(logits[token]):
-            return BadLogits(
-                f"no token can be chosen: the largest of the logits is {logits[token]}"
-            )
+            return _bad_logits(logits[token])
         scores = self._penalised(logits)
         if not self.params.greedy:
             token = self._draw(scores)
@@ -125,7 +123,14 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Choice | BadLogi
             return argmax_on_device(logits)
         logits = logits.cpu()
     pairs = zip(logits, samplers, strict=True)
-    return [sampler.choose(row.float().numpy()) for row, sampler in pairs]
+    return [_chosen(row, sampler) for row, sampler in pairs]
+
+
+def _chosen(logits: Tensor, sampler: Sampler) -> Choice | BadLogits:
+    try:
+        return sampler.choose(logits.float().numpy())
+    except Exception as error:  # whatever a row does, the others have their tokens
+        return BadLogits(f"no token can be chosen: {error!r}")
 
 
 def argmax_on_device(logits: Tensor) -> list[Choice | BadLogits]:

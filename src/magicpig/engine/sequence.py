@@ -36,7 +36,7 @@ class Event:
     choice: Choice | None = None
     text: str = ""
     finish: Finish | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from magicpig.attention.methods import Method, make_method
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.hf.attention import DROP_IN, register
-from magicpig.hf.cache import BatchLayer
+from magicpig.hf.cache import BatchLayer, begin_pass
 
 __all__ = ["enable"]
 
@@ -30,13 +31,16 @@ class _Enabled:
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A torch hook: the model's full-attention layers get caches of ours."""
+        begin_pass()
+        names = list(inspect.signature(model.forward).parameters)
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = kwargs["past_key_values"] = DynamicCache(config=self.config)
         if cache is not None:
             self.adopt(cache)
-        return args, kwargs
+        return (), kwargs
 
     def adopt(self, cache: Cache) -> None:
         if not isinstance(cache, DynamicCache) or cache.offloading:
@@ -50,7 +54,7 @@ class _Enabled:
             if type(layer) is DynamicLayer:
                 ours = BatchLayer(self.method.index(i), self.window, check=self.check)
                 if layer.keys is not None and layer.values is not None:
-                    ours.update(layer.keys, layer.values)
+                    ours.fill(layer.keys, layer.values)
                 cache.layers[i] = ours
 
     def check(self) -> None:
@@ -90,6 +94,8 @@ def enable(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, not {type(model).__name__}")
+    if model.config._attn_implementation == DROP_IN:
+        raise RuntimeError("magicpig is enabled for this model already: leave that context first")
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     enabled = _Enabled(
         model, make_method(method, num_layers, lsh, dense_layers), window or WindowConfig()

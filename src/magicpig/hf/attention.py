@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from magicpig.attention.exact import exact_attention
-from magicpig.hf.cache import TAG, BatchLayer
+from magicpig.hf.cache import TAG, TaggedLayer, expect_none
 
 DROP_IN = "magicpig"  # masks as for transformers' own attention
 ENGINE = "magicpig_engine"  # no masks: nothing is padded
@@ -29,10 +29,13 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over a BatchLayer's tokens; over any other keys, transformers' own."""
-    layer: BatchLayer | None = getattr(key, TAG, None)
+    layer: TaggedLayer | None = getattr(key, TAG, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is not None:
+        _refuse_what_counts(dropout, kwargs)
+        layer.receive(key, value)
         return layer.attend(query, key, value, attention_mask, scale, softcap), None
+    expect_none()
     if softcap is not None:  # which transformers' quick one cannot
         out = exact_attention(query, key, value, attention_mask, scale, softcap)
         return out.transpose(1, 2), None
@@ -40,6 +43,36 @@ def attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return out, None
+
+
+# Arguments that attention functions get and that change nothing here.
+HARMLESS = {
+    "cache_position",
+    "is_causal",
+    "labels",
+    "layer_idx",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+
+
+def _refuse_what_counts(dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError("magicpig knows no dropout in attention: call model.eval()")
+    for name, value in kwargs.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            raise NotImplementedError(
+                f"this model's attention takes {name!r}, which magicpig does not know"
+            )
 
 
 def register() -> None:

@@ -6,6 +6,8 @@ single token the rows become sequences, without their padding: a window and a fa
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +21,78 @@ from magicpig.kv.prompt import Prompt, padded
 from magicpig.kv.sequence import SequenceLayer, step
 
 TAG = "_magicpig_layer"  # on the keys that `update` returns: the attention function finds us there
+UNUSUAL = (
+    "this model changes or shares keys and values between its cache and its attention, "
+    "which magicpig cannot follow"
+)
 
 
-class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+_expecting = threading.local()  # .layer: whose keys the next attention in this thread must be over
+
+
+class TaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer that does the attention over its tokens itself.
+
+    What `update` returns goes, untouched, into exactly one call of the attention function. A model
+    that does otherwise would attend to a part of its tokens only: that is an error.
+    """
+
+    supports_early_init = False
+    _given: tuple[Tensor, Tensor] | None = None
+
+    def give(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values for the attention function, which finds the layer on the keys."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("magicpig does not run in compiled models; leave out torch.compile")
+        expect_none()
+        setattr(keys, TAG, self)
+        self._given = keys, values
+        _expecting.layer = self
+        return keys, values
+
+    def receive(self, keys: Tensor, values: Tensor) -> None:
+        """Checks what arrives at the attention function."""
+        given, self._given = self._given, None
+        _expecting.layer = None
+        if given is None or given[0] is not keys or given[1] is not values:
+            raise NotImplementedError(UNUSUAL)
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Output [batch, tokens, heads, dim] for queries [batch, heads, tokens, dim].
+
+        keys, values: as `update` returned them, of a whole prompt or of one new token.
+        """
+        raise NotImplementedError
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                f"keys {list(key_states.shape)} and values {list(value_states.shape)} must agree "
+                "in shape; this model's attention is of a kind that magicpig cannot do"
+            )
+
+
+def begin_pass() -> None:
+    """Before a forward pass: whatever became of the last one, nothing is expected from it."""
+    _expecting.layer = None
+
+
+def expect_none() -> None:
+    """Raises when the attention function was not called, or not with the keys it should be."""
+    if getattr(_expecting, "layer", None) is not None:
+        _expecting.layer = None
+        raise NotImplementedError(UNUSUAL)
+
+
+class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     """Keys and values of a batch in one layer.
 
     index: how rows of the far context are drawn; None: all are read.
@@ -30,7 +101,6 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     check: called before every use; raises when the layer may not be used (any more).
     """
 
-    supports_early_init = False
     is_croppable = True
 
     def __init__(
@@ -77,12 +147,13 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def is_initialized(self, value: bool) -> None:
         pass  # the base class sets it
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        if key_states.shape != value_states.shape:
-            raise ValueError(
-                f"keys {list(key_states.shape)} and values {list(value_states.shape)} must agree "
-                "in shape; this model's attention is of a kind that magicpig cannot do"
-            )
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchLayer:
+        """Far contexts are shared; what may use the layer stays the same."""
+        other = copy.copy(self)
+        other.prompt = copy.deepcopy(self.prompt, memo)
+        other.rows = [row.fork() for row in self.rows]
+        other.known = [row.fork() for row in self.known]
+        return other
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -92,15 +163,18 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.num_seen:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[2] > 1:
-            self._gather(key_states)
-            assert self.prompt
-            self.prompt.append(key_states, value_states)
-            self.num_seen = self.num_gathered = self.num_seen + key_states.shape[2]
-            key_states, value_states = self.prompt.tensors
+            key_states, value_states = self.fill(key_states, value_states)
         else:
             self.num_seen += 1
-        setattr(key_states, TAG, self)
-        return key_states, value_states
+        return self.give(key_states, value_states)
+
+    def fill(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds tokens [batch, kv_heads, tokens, dim] to the prompt; all of its keys and values."""
+        self._gather(keys)
+        assert self.prompt
+        self.prompt.append(keys, values)
+        self.num_seen = self.num_gathered = self.num_seen + keys.shape[2]
+        return self.prompt.tensors
 
     def attend(
         self,
@@ -111,10 +185,6 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        """Output [batch, tokens, heads, dim] for queries [batch, heads, tokens, dim].
-
-        keys, values: as `update` returned them, of a whole prompt or of one new token.
-        """
         self.num_heads = queries.shape[1]
         if queries.shape[2] > 1:
             if self.span:

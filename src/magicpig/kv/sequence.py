@@ -59,6 +59,7 @@ class SequenceLayer:
         self.far = LayerKV(num_heads, num_kv_heads, head_dim, None if span else index, dtype)
         self.window = _native.Window(self.far._native)
         self._next_far: Future[LayerKV] | None = None
+        self._builder_process = 0
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +110,10 @@ class SequenceLayer:
             if self.window.num_tokens > self.span + config.block:
                 self.window.drop(0, self.window.num_tokens - self.span)
             return
+        if self.window.spoiled:
+            return  # numbers that are not finite make no segment; the sequence's outputs tell
+        if self._next_far and self._builder_process != os.getpid():
+            self._next_far = None  # begun by the process this one was forked from, where it stays
         recent = self.window.num_tokens - config.sinks
         if self._next_far and (wait or recent >= config.local + 2 * config.block):
             # Before its result is asked for, so that a failed one is begun anew.
@@ -118,7 +123,8 @@ class SequenceLayer:
             recent -= config.block
         if not self._next_far and recent >= config.local + config.block:
             tokens = read_tokens(self.window, self.far, config.sinks, config.block)
-            self._next_far = _builder(os.getpid()).submit(_extended, self.far, *tokens)
+            self._builder_process = os.getpid()
+            self._next_far = _builder(self._builder_process).submit(_extended, self.far, *tokens)
 
     def read_window(self) -> tuple[Tensor, Tensor]:
         """Keys and values [num_kv_heads, tokens, head_dim] of the window, copied."""
@@ -233,8 +239,10 @@ class SequenceKV:
     def with_indexes(self, index_of: Callable[[int], LSHConfig | None]) -> SequenceKV:
         """The same tokens, layer i indexed as index_of(i) says; see SequenceLayer.with_index."""
         layers = [
-            layer.with_index(index_of(i)) if isinstance(layer, SequenceLayer) else layer
-            for i, layer in enumerate(self.fork().layers)
+            layer.with_index(index_of(i))
+            if isinstance(layer, SequenceLayer)
+            else copy.deepcopy(layer)
+            for i, layer in enumerate(self.layers)
         ]
         return SequenceKV(layers, self.num_tokens)
 
