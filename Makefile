@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp)
+NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint unit sanitize neon bench format stub clean
@@ -19,7 +19,7 @@ unit: $(VENV)/.built
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h csrc/tests/*.cpp
+	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h
 	$(BIN)/mypy
 
 # The native tests, once with the address and undefined-behaviour sanitizers and once with the thread sanitizer.
@@ -34,6 +34,7 @@ neon: $(VENV)/.built
 	$(BIN)/ninja -C build/neon
 	qemu-aarch64-static build/neon/native_test
 	qemu-aarch64-static build/neon/linear_test
+	qemu-aarch64-static build/neon/prompt_test
 
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)
@@ -41,7 +42,7 @@ bench: $(VENV)/.built
 format: $(VENV)/.built
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/tests/*.cpp
+	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h
 
 stub: $(VENV)/.built
 	$(BIN)/python -m nanobind.stubgen -q -m magicpig._native -o src/magicpig/_native.pyi

@@ -12,4 +12,5 @@ for sanitizers in address,undefined thread; do
   echo "native tests under -fsanitize=$sanitizers"
   "$build/native_test"
   "$build/linear_test"
+  "$build/prompt_test"
 done

@@ -1,4 +1,4 @@
-"""Exact attention of many queries in plain torch: what a prompt needs."""
+"""Exact attention of many queries, what a prompt needs: on the native core, or in plain torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from magicpig import _native
 from magicpig.attention.merge import merge
 
 SCORES_AT_ONCE = 2**24  # floats, where scores are written out
+MAX_NATIVE_DIM, MAX_NATIVE_SCALE = 256, 100  # as csrc/kernels.h has them
 
 
 def exact_attention(
@@ -18,13 +20,21 @@ def exact_attention(
     mask: Tensor | None,
     scale: float,
     softcap: float | None = None,
+    span: int | None = None,
 ) -> Tensor:
     """Attention [batch, heads, queries, dim] of queries that shaped over keys and values.
 
     keys, values: [batch, kv_heads, tokens, dim].
     mask: [batch or 1, 1, queries, tokens], True (or 0, of floats) where a query sees a key;
         None: the queries are the last tokens, and each sees what is not behind it.
+    span: without a mask, how many tokens a query sees at most, itself the last; None: all.
     """
+    if span is not None and mask is not None:
+        raise ValueError("mask and span exclude each other: a mask says all")
+    if mask is None and _suits_native(queries, keys, values, scale):
+        return _natively(queries, keys, values, scale, softcap, span)
+    if span is not None:
+        mask = sliding_mask(queries.shape[2], keys.shape[2], span, queries.device)
     if softcap is not None:
         return _by_scores(queries, keys, values, mask, scale, softcap)
     num_queries, tokens = queries.shape[2], keys.shape[2]
@@ -52,6 +62,34 @@ def exact_attention(
     shape = own.shape
     out, _ = merge(past.reshape(shape).float(), past_lse.reshape(shape[:-1]), own.float(), own_lse)
     return out.to(queries.dtype)
+
+
+def _suits_native(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> bool:
+    tensors = (queries, keys, values)
+    return (
+        all(x.is_cpu and x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in tensors)
+        and keys.shape == values.shape
+        and queries.shape[-1] % 8 == 0
+        and queries.shape[-1] <= MAX_NATIVE_DIM
+        and 0 < scale <= MAX_NATIVE_SCALE
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and _native.isa() != "scalar"
+    )
+
+
+def _natively(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+    span: int | None,
+) -> Tensor:
+    batch, heads, num_queries, dim = queries.shape
+    out = queries.new_empty(batch, num_queries, heads, dim)  # as the model's next layer wants it
+    for row in zip(queries, keys, values, out, strict=True):
+        _native.attend_prompt(*row[:3], scale, softcap or 0.0, span or 0, row[3])
+    return out.transpose(1, 2)
 
 
 def _flash(
