@@ -107,7 +107,7 @@ struct PromptArgs {
 
 // What rows have seen so far, not normalised. Before the first tokens: -kLargest, zeros, zeros.
 struct PromptState {
-  float* max;   // [num_rows], of scale * score * log2(e)
+  float* max;   // [num_rows], of the scores times log2(e)
   float* sums;  // [num_rows, 16], of the weights 2^(x - max), in parts
   float* out;   // [num_rows, head_dim rounded up to 16]
 };

@@ -8,6 +8,7 @@ namespace magicpig {
 namespace {
 
 constexpr uint32_t kPromptBlock = 256;  // tokens whose scores are held at once
+constexpr float kLog2E = 1.44269504089f;
 static_assert(kPromptRows % kLinearRows == 0 && kLinearRows <= static_cast<int>(kChunk), "tiles fill a block of rows");
 
 // 2^x for x <= 0; relative error below 3e-6, exactly 0 for -inf, NaN for NaN.
@@ -49,17 +50,20 @@ inline vec keep_weights(float* weights, vec low, vec high, vec sums) {
 }
 #endif
 
-// Bends the scores of sixteen tokens from `token` on, and hides what a row does not see.
+// Bends the scores, over softcap until then, of sixteen tokens from `token` on, and hides what a row does not see.
 inline vec bend_and_hide(const PromptArgs& args, size_t row, uint32_t token, vec scores) {
   static const float kPlaces[kChunk] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  if (args.softcap > 0) scores = mul(tanh(mul(scores, set1(args.scale / args.softcap))), set1(args.softcap));
+  if (args.softcap > 0) scores = mul(tanh(scores), set1(args.softcap * kLog2E));
   vec hidden = set1(-__builtin_inff()), places = add(load(kPlaces), set1(static_cast<float>(token)));
   scores = select_less(places, set1(static_cast<float>(args.ends[row])), scores, hidden);
   return select_less(places, set1(static_cast<float>(args.begins[row])), hidden, scores);
 }
 
+// Scores times log2(e) of what each row sees. They are rounded here, before a maximum is taken from them: a product
+// fused with the difference would leave weights above one, or none at all, where scores are very large.
 inline void score_tile(const PromptArgs& args, size_t row, PromptTile& tile) {
   constexpr int R = PromptTile::R, P = kLinearPanels;
+  const vec factor = set1(args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E);
   const LinearInput* queries = static_cast<const LinearInput*>(args.queries) + row * args.query_stride;
   for (int r = 0; r < R; ++r) store(tile.peaks[r], set1(-__builtin_inff()));
   for (uint32_t t = 0; t < tile.count; t += P * kPanel) {
@@ -70,7 +74,7 @@ inline void score_tile(const PromptArgs& args, size_t row, PromptTile& tile) {
       for (int p = 0; p < P; ++p) acc[r][p] = zero();
     add_products<R, P>(queries, args.query_stride, args.head_dim / 2, group + token % kGroup * 2, acc);
     for (int r = 0; r < R; ++r)
-      for (int p = 0; p < P; ++p) store(tile.scores[r] + t + p * kPanel, acc[r][p]);
+      for (int p = 0; p < P; ++p) store(tile.scores[r] + t + p * kPanel, mul(acc[r][p], factor));
     const bool all_see = token >= args.begins[row + R - 1] && token + P * kPanel <= args.ends[row];
     if (args.softcap > 0 || !all_see) {
       for (int r = 0; r < R; ++r) {
@@ -87,23 +91,21 @@ inline void score_tile(const PromptArgs& args, size_t row, PromptTile& tile) {
 }
 
 // Scores in, weights relative to each row's maximum so far out.
-inline void weigh_tile(const PromptArgs& args, size_t row, PromptTile& tile, const PromptState& state) {
-  constexpr float kLog2E = 1.44269504089f;
-  const float factor = args.softcap > 0 ? kLog2E : args.scale * kLog2E;
+inline void weigh_tile(size_t row, PromptTile& tile, const PromptState& state) {
   alignas(64) float before[kChunk] = {}, after[kChunk] = {};
   for (int r = 0; r < PromptTile::R; ++r) {
     before[r] = state.max[row + r];
-    const float peak = largest(load(tile.peaks[r])) * factor;
+    const float peak = largest(load(tile.peaks[r]));
     after[r] = peak > before[r] ? peak : before[r];
     state.max[row + r] = after[r];
   }
   store(tile.rescale, power_of_two_of(sub(load(before), load(after))));
   for (int r = 0; r < PromptTile::R; ++r) {
     float* lanes = state.sums + (row + r) * kChunk;
-    vec sums = mul(load(lanes), set1(tile.rescale[r])), peak = set1(after[r]), scaled = set1(factor);
+    vec sums = mul(load(lanes), set1(tile.rescale[r])), peak = set1(after[r]);
     for (uint32_t t = 0; t < tile.count; t += 2 * kChunk) {
-      vec low = power_of_two_of(sub(mul(load(tile.scores[r] + t), scaled), peak));
-      vec high = power_of_two_of(sub(mul(load(tile.scores[r] + t + kChunk), scaled), peak));
+      vec low = power_of_two_of(sub(load(tile.scores[r] + t), peak));
+      vec high = power_of_two_of(sub(load(tile.scores[r] + t + kChunk), peak));
       sums = keep_weights(tile.weights + r * PromptTile::kWeightStride + t, low, high, sums);
     }
     store(lanes, sums);
@@ -136,7 +138,7 @@ void attend_prompt(const PromptArgs& args, const PromptState& state) {
       if (tile.first >= stop) continue;
       tile.count = (stop - tile.first + kGroup - 1) / kGroup * kGroup;
       score_tile(args, row, tile);
-      weigh_tile(args, row, tile, state);
+      weigh_tile(row, tile, state);
       float* out = state.out + row * width;
       for (uint32_t c = 0; c < width; c += kLinearPanels * kPanel) {
         if (width - c < kLinearPanels * kPanel) {

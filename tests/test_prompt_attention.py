@@ -102,6 +102,13 @@ def test_large_scores_do_not_overflow(every_isa):
     assert (natively(*rows, 5.0).double() - truth).abs().max() < 0.02 * truth.abs().max()
 
 
+def test_huge_scores_pick_one_value(every_isa):
+    queries, keys, values = make_rows(4, 2, 30, 300, 32)
+    queries, keys = queries * 1e9, keys * 1e9
+    truth = plainly(queries, keys, values, 1.0)
+    assert torch.equal(natively(queries, keys, values, 1.0), truth.bfloat16())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows_in_the_queries_that_see_it_only(every_isa, value):
     queries, keys, values = make_rows(2, 1, 200, 200, 16)
