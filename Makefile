@@ -34,6 +34,7 @@ neon: $(VENV)/.built
 	$(BIN)/ninja -C build/neon
 	qemu-aarch64-static build/neon/native_test
 	qemu-aarch64-static build/neon/linear_test
+	qemu-aarch64-static build/neon/prompt_test
 
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)

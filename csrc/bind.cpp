@@ -250,6 +250,7 @@ NB_MODULE(_native, m) {
   m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a,
         nb::call_guard<nb::gil_scoped_release>());
   bind_window(m);
+  bind_prompt(m);
   bind_linear(m);
 }
 

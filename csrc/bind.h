@@ -82,5 +82,6 @@ inline void read_checked(const Geometry& geometry, const std::vector<Run>& runs,
 
 // Each adds its part to the module.
 void bind_window(nb::module_& module);
+void bind_prompt(nb::module_& module);
 
 }  // namespace magicpig

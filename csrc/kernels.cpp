@@ -15,6 +15,7 @@
 #include "kernels_index.h"
 #include "kernels_linear.h"
 #include "kernels_norm.h"
+#include "kernels_prompt.h"
 
 namespace magicpig {
 
@@ -42,6 +43,8 @@ extern const Kernels kernels = {
     prepare_inputs,
     linear,
     gated,
+    attend_prompt,
+    finish_prompt_row,
     rms_norm,
 };
 }  // namespace MAGICPIG_ISA

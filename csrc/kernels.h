@@ -85,6 +85,34 @@ struct LinearArgs {
   size_t num_outputs;  // of the group: the rest is padding and is not written
 };
 
+// Rows of queries that exact attention takes together: the register tiles of all instruction sets divide it.
+constexpr uint32_t kPromptRows = 12;
+
+// Rows of queries against some tokens, packed as weights of linear layers are: keys in groups of kGroup tokens,
+// [head_dim / 2][2][16][2], values in groups of kGroup elements, [tokens / 2][2][16][2]. Tokens are padded to kGroup,
+// with zeros.
+struct PromptArgs {
+  const void* queries;     // [num_rows, query_stride], as prepare_inputs leaves them
+  size_t query_stride;     // in elements
+  size_t num_rows;         // a multiple of kPromptRows
+  uint32_t head_dim;       // even
+  const bf16* keys;        // [groups of tokens][head_dim / 2][2][16][2]
+  const bf16* values;      // [groups of elements][tokens / 2][2][16][2]
+  size_t value_stride;     // from one group of values to the next
+  const uint32_t* begins;  // row r sees tokens begins[r] .. ends[r] - 1; neither decreases with the row
+  const uint32_t* ends;
+  float scale;
+  float softcap;  // as in RowsArgs
+};
+
+// What rows have seen so far, not normalised. Before the first tokens: -kLargest, zeros, zeros.
+struct PromptState {
+  float* max;   // [num_rows], of the scores times log2(e)
+  float* sums;  // [num_rows, 16], of the weights 2^(x - max), in parts
+  float* out;   // [num_rows, head_dim rounded up to 16]
+};
+constexpr float kLargest = 3.402823466e38f;
+
 enum Activation { kSilu = 0, kGeluTanh = 1 };
 enum NormScale { kTimesWeight = 0, kTimesOnePlusWeight = 1 };
 
@@ -115,6 +143,8 @@ struct Kernels {
   void (*linear)(const LinearArgs& args, bf16* out, size_t out_stride);
   // The first panel is the gate, the second what it gates: activation(gate) * up, rounded to bf16, as prepared inputs.
   void (*gated)(const LinearArgs& args, Activation activation, void* out, size_t out_stride);
+  void (*attend_prompt)(const PromptArgs& args, const PromptState& state);
+  void (*finish_prompt_row)(const float* out, const float* sums, uint32_t head_dim, bf16* result);
   // x / sqrt(mean of squares + eps), rounded to bf16 and then scaled by the weight, or scaled by 1 + weight and rounded
   // once.
   void (*rms_norm)(const bf16* x, size_t rows, size_t dim, const bf16* weight, NormScale scale, float eps, bf16* out);

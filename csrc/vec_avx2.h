@@ -16,6 +16,7 @@ constexpr int kHashRows = 4;
 constexpr int kHashGroups = 1;
 constexpr int kLinearRows = 4;  // register tile of linear layers
 constexpr int kLinearPanels = 1;
+constexpr float kZeroPower = -127;  // times_power_of_two gives 0
 
 inline vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline vec set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

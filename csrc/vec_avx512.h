@@ -14,6 +14,7 @@ constexpr int kHashRows = 6;  // register tile of the hashing product
 constexpr int kHashGroups = 4;
 constexpr int kLinearRows = 12;  // register tile of linear layers
 constexpr int kLinearPanels = 2;
+constexpr float kZeroPower = -200;  // times_power_of_two gives 0
 
 inline vec zero() { return _mm512_setzero_ps(); }
 inline vec set1(float x) { return _mm512_set1_ps(x); }

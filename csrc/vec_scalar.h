@@ -16,6 +16,7 @@ constexpr int kHashRows = 2;
 constexpr int kHashGroups = 1;
 constexpr int kLinearRows = 2;  // register tile of linear layers
 constexpr int kLinearPanels = 1;
+constexpr float kZeroPower = -127;  // times_power_of_two gives 0
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {

@@ -70,7 +70,7 @@ def test_architecture_names_every_source_file():
         assert path.name in text or f"{path.stem}.*" in text, path
 
 
-@pytest.mark.parametrize("script", ["decode", "kernels", "linear", "real_keys"])
+@pytest.mark.parametrize("script", ["decode", "kernels", "linear", "prompt", "real_keys"])
 def test_scripts_explain_themselves(script):
     result = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / f"{script}.py", "--help"],
@@ -97,3 +97,11 @@ def test_a_small_benchmark_of_linear_layers_runs():
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "192 x 576" in result.stdout
+
+
+def test_a_small_benchmark_of_prompts_runs():
+    arguments = "--queries 4 --tokens 9 --threads 1 --seconds 0.01"
+    command = [sys.executable, ROOT / "benchmarks/prompt.py", *arguments.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "of roof" in result.stdout

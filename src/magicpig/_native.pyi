@@ -130,6 +130,13 @@ class Window:
 def step(windows: Sequence[Window], fars: Sequence[LayerKV], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float, span: int, out: torch.Tensor) -> None:
     """Appends a token to each window and attends to it all."""
 
+def attend_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float, span: int, out: torch.Tensor) -> None:
+    """
+    Exact attention of queries [num_heads, num_queries, head_dim], the last of the tokens of keys and values
+    [num_kv_heads, num_tokens, head_dim], into out [num_queries, num_heads, head_dim]; all bfloat16. softcap: 0
+    for none. span: how many tokens a query sees, itself the last; 0: all.
+    """
+
 class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None: ...
 

@@ -1,14 +1,15 @@
-"""Exact attention of many queries in plain torch: what a prompt needs."""
+"""Exact attention of many queries, what a prompt needs: on the native core where it can, else in
+torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from magicpig.attention.merge import merge
+from magicpig import _native
+from magicpig.attention.in_torch import attention_in_torch
 
-SCORES_AT_ONCE = 2**24  # floats, where scores are written out
+MAX_DIM, MAX_SCALE, MAX_SOFTCAP = 256, 100, 1e6  # what the native core takes
 
 
 def exact_attention(
@@ -18,88 +19,50 @@ def exact_attention(
     mask: Tensor | None,
     scale: float,
     softcap: float | None = None,
+    span: int | None = None,
 ) -> Tensor:
     """Attention [batch, heads, queries, dim] of queries that shaped over keys and values.
 
     keys, values: [batch, kv_heads, tokens, dim].
     mask: [batch or 1, 1, queries, tokens], True (or 0, of floats) where a query sees a key;
         None: the queries are the last tokens, and each sees what is not behind it.
+    span: without a mask, how many tokens a query sees at most, itself the last; None: all.
     """
-    if softcap is not None:
-        return _by_scores(queries, keys, values, mask, scale, softcap)
-    num_queries, tokens = queries.shape[2], keys.shape[2]
-    if mask is not None or num_queries in (1, tokens):
-        causal = mask is None and num_queries > 1
-        return scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
-        )
-    if queries.device.type != "cpu":
-        mask = _causal(num_queries, tokens, queries.device)
-        return exact_attention(queries, keys, values, mask, scale)
-    # What all queries see, then what they see of each other: no mask is ever written out.
-    seen = tokens - num_queries
-    batch, kv_heads = keys.shape[:2]
-    folded = queries.reshape(batch, kv_heads, -1, queries.shape[-1])  # a group's heads end to end
-    past, past_lse = _flash(folded, keys[:, :, :seen], values[:, :, :seen], False, scale)
-    group = queries.shape[1] // kv_heads
-    own, own_lse = _flash(
-        queries,
-        keys[:, :, seen:].repeat_interleave(group, 1),
-        values[:, :, seen:].repeat_interleave(group, 1),
-        True,
-        scale,
+    if span is not None and mask is not None:
+        raise ValueError("mask and span exclude each other: a mask says all")
+    if mask is None and _suits_native(queries, keys, values, scale, softcap):
+        return _natively(queries, keys, values, scale, softcap, span)
+    return attention_in_torch(queries, keys, values, mask, scale, softcap, span)
+
+
+def _suits_native(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+) -> bool:
+    tensors = (queries, keys, values)
+    return (
+        all(x.is_cpu and x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in tensors)
+        and keys.shape == values.shape
+        and queries.shape[-1] % 8 == 0
+        and queries.shape[-1] <= MAX_DIM
+        and 0 < scale <= MAX_SCALE
+        and (softcap is None or 0 < softcap <= MAX_SOFTCAP)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and _native.isa() != "scalar"  # torch has vectors
     )
-    shape = own.shape
-    out, _ = merge(past.reshape(shape).float(), past_lse.reshape(shape[:-1]), own.float(), own_lse)
-    return out.to(queries.dtype)
 
 
-def _flash(
-    queries: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        queries, keys, values, 0.0, causal, scale=scale
-    )
-    return out, lse
-
-
-def _causal(num_queries: int, tokens: int, device: torch.device) -> Tensor:
-    positions = torch.arange(tokens - num_queries, tokens, device=device)
-    return torch.arange(tokens, device=device) <= positions[:, None]
-
-
-def _by_scores(
+def _natively(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor | None,
     scale: float,
-    softcap: float,
+    softcap: float | None,
+    span: int | None,
 ) -> Tensor:
-    """With bent scores, which torch's own attention does not know: some queries at a time."""
-    num_queries, tokens = queries.shape[2], keys.shape[2]
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    if mask is None:
-        mask = _causal(num_queries, tokens, queries.device)[None, None]
-    if mask.dtype == torch.bool:
-        lowest = torch.finfo(
-            torch.float32
-        ).min  # not -inf: padding sees nothing, and must not be NaN
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)
-    at_once = max(1, SCORES_AT_ONCE // (queries.shape[0] * queries.shape[1] * tokens))
-    outs = []
-    for first in range(0, num_queries, at_once):
-        part = slice(first, first + at_once)
-        scores = (queries[:, :, part] @ keys.transpose(2, 3)).float() * scale
-        scores = torch.tanh(scores / softcap) * softcap + mask[:, :, part]
-        outs.append(scores.softmax(-1).to(values.dtype) @ values)
-    return torch.cat(outs, 2)
-
-
-def sliding_mask(num_queries: int, tokens: int, span: int, device: torch.device) -> Tensor:
-    """bool [1, 1, queries, tokens]: each query sees itself and the span - 1 tokens before it."""
-    positions = torch.arange(tokens - num_queries, tokens, device=device)[:, None]
-    behind = positions - torch.arange(tokens, device=device)
-    return ((behind >= 0) & (behind < span))[None, None]
+    batch, heads, num_queries, dim = queries.shape
+    out = queries.new_empty(batch, num_queries, heads, dim)  # as the model's next layer wants it
+    for i in range(batch):
+        _native.attend_prompt(
+            queries[i], keys[i], values[i], scale, softcap or 0.0, span or 0, out[i]
+        )
+    return out.transpose(1, 2)

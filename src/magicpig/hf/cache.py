@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from magicpig.attention.exact import exact_attention, sliding_mask
+from magicpig.attention.exact import exact_attention
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.kv.prompt import Prompt, padded
 from magicpig.kv.sequence import SequenceLayer, step
@@ -187,9 +187,9 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         self.num_heads = queries.shape[1]
         if queries.shape[2] > 1:
-            if self.span:
-                mask = sliding_mask(queries.shape[2], keys.shape[2], self.span, queries.device)
-            return exact_attention(queries, keys, values, mask, scale, softcap).transpose(1, 2)
+            seen = None if self.span else mask  # what slid away is in the mask, not in the keys
+            out = exact_attention(queries, keys, values, seen, scale, softcap, self.span)
+            return out.transpose(1, 2)
         self.to_rows(keys, None if mask is None else _visible(mask))
         query, key, value = (tensor.squeeze(2).cpu() for tensor in (queries, keys, values))
         out = step(self.rows, query, key, value, scale, softcap)

@@ -1,0 +1,103 @@
+"""Exact attention of many queries in plain torch: any device, dtype and mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from magicpig.attention.merge import merge
+
+SCORES_AT_ONCE = 2**24  # floats, where scores are written out
+
+
+def attention_in_torch(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    span: int | None = None,
+) -> Tensor:
+    """As `exact_attention`."""
+    if span is not None:
+        mask = sliding_mask(queries.shape[2], keys.shape[2], span, queries.device)
+    if softcap is not None:
+        return _by_scores(queries, keys, values, mask, scale, softcap)
+    num_queries, tokens = queries.shape[2], keys.shape[2]
+    if mask is not None or num_queries in (1, tokens):
+        causal = mask is None and num_queries > 1
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+        )
+    if queries.device.type != "cpu":
+        mask = _causal(num_queries, tokens, queries.device)
+        return attention_in_torch(queries, keys, values, mask, scale)
+    # What all queries see, then what they see of each other: no mask is ever written out.
+    seen = tokens - num_queries
+    batch, kv_heads = keys.shape[:2]
+    folded = queries.reshape(batch, kv_heads, -1, queries.shape[-1])  # a group's heads end to end
+    past, past_lse = _flash(folded, keys[:, :, :seen], values[:, :, :seen], False, scale)
+    group = queries.shape[1] // kv_heads
+    own, own_lse = _flash(
+        queries,
+        keys[:, :, seen:].repeat_interleave(group, 1),
+        values[:, :, seen:].repeat_interleave(group, 1),
+        True,
+        scale,
+    )
+    shape = own.shape
+    out, _ = merge(past.reshape(shape).float(), past_lse.reshape(shape[:-1]), own.float(), own_lse)
+    return out.to(queries.dtype)
+
+
+def _flash(
+    queries: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, 0.0, causal, scale=scale
+    )
+    return out, lse
+
+
+def _causal(num_queries: int, tokens: int, device: torch.device) -> Tensor:
+    positions = torch.arange(tokens - num_queries, tokens, device=device)
+    return torch.arange(tokens, device=device) <= positions[:, None]
+
+
+def _by_scores(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """With bent scores, which torch's own attention does not know: some queries at a time."""
+    num_queries, tokens = queries.shape[2], keys.shape[2]
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    if mask is None:
+        mask = _causal(num_queries, tokens, queries.device)[None, None]
+    if mask.dtype == torch.bool:
+        lowest = torch.finfo(
+            torch.float32
+        ).min  # not -inf: padding sees nothing, and must not be NaN
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)
+    at_once = max(1, SCORES_AT_ONCE // (queries.shape[0] * queries.shape[1] * tokens))
+    outs = []
+    for first in range(0, num_queries, at_once):
+        part = slice(first, first + at_once)
+        scores = (queries[:, :, part] @ keys.transpose(2, 3)).float() * scale
+        scores = torch.tanh(scores / softcap) * softcap + mask[:, :, part]
+        outs.append(scores.softmax(-1).to(values.dtype) @ values)
+    return torch.cat(outs, 2)
+
+
+def sliding_mask(num_queries: int, tokens: int, span: int, device: torch.device) -> Tensor:
+    """bool [1, 1, queries, tokens]: each query sees itself and the span - 1 tokens before it."""
+    positions = torch.arange(tokens - num_queries, tokens, device=device)[:, None]
+    behind = positions - torch.arange(tokens, device=device)
+    return ((behind >= 0) & (behind < span))[None, None]
