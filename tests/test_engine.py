@@ -259,6 +259,14 @@ def test_threads_may_share_an_llm():
     assert not llm.engine.has_work
 
 
+def test_a_callback_that_fails_leaves_nothing_behind():
+    llm = make_llm()
+    with pytest.raises(ZeroDivisionError) as kept:  # with its traceback, and all that hangs on it
+        llm.generate(PROMPTS[:2], greedy(), lambda event: 1 / 0)
+    assert kept.value
+    assert not llm.engine.has_work
+
+
 def test_a_request_may_be_ended_by_its_own_events():
     llm = make_llm()
     for prompt, after in ((PROMPTS[2] * 5, 0), (PROMPTS[0], 5)):

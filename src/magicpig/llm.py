@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,10 +177,11 @@ class LLM:
     ) -> list[Generation]:
         collected = [_Collected(request) for request in requests]
         by_id = {each.request.id: each for each in collected}
-        for event in self.run(requests):
-            by_id[event.request_id].take(event)
-            if on_event:
-                on_event(event)
+        with closing(self.run(requests)) as events:
+            for event in events:
+                by_id[event.request_id].take(event)
+                if on_event:
+                    on_event(event)
         return [each.generation() for each in collected]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -188,17 +190,18 @@ class LLM:
         if params.n != 1:
             raise ValueError(f"a stream is of one completion: n must be 1, not {params.n}")
         request = self._add(self.encode(prompt), params)
-        for event in self.run([request]):
-            if event.error:
-                raise event.error
-            if event.text:
-                yield event.text
+        with closing(self.run([request])) as events:
+            for event in events:
+                if event.error:
+                    raise event.error
+                if event.text:
+                    yield event.text
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Generation:
         """The answer to a conversation: messages with role ("system", "user", ...) and content."""
         return self.generate([self.encode_chat(messages)], params)[0]
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Event]:
+    def run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Steps the engine until these requests are done; ends them when the caller leaves.
 
         Several threads may run requests of their own at once: whoever steps brings news for all.
