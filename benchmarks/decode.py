@@ -134,7 +134,8 @@ def measure(
     samples = []
     for row in tokens[2:]:
         start = time.perf_counter()
-        sample(runner.decode(kvs, row), samplers)
+        with runner.threads():
+            sample(runner.decode(kvs, row), samplers)
         samples.append(time.perf_counter() - start)
         for kv in kvs:
             kv.settle()

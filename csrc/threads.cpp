@@ -25,8 +25,9 @@ namespace magicpig {
 namespace {
 
 constexpr size_t kMaxThreads = 1024;
-constexpr size_t kSlots = 16;           // calls the pool works on at once; more run on their caller's thread alone
-constexpr double kSpinSeconds = 50e-6;  // how long an idle worker looks for the next call before it sleeps
+constexpr size_t kSlots = 16;  // calls the pool works on at once; more run on their caller's thread alone
+// How long an idle worker looks for the next call before it sleeps: as long as a model's own code takes between layers.
+constexpr double kSpinSeconds = 200e-6;
 
 inline void pause() {
 #if defined(__x86_64__)

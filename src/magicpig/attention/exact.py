@@ -50,12 +50,12 @@ def _suits_native(
         and (softcap is None or 0 < softcap <= MAX_SOFTCAP)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and _native.isa() != "scalar"  # torch has vectors
-        and not _torch_has_tiles()
+        and not torch_has_tiles()
     )
 
 
 @cache
-def _torch_has_tiles() -> bool:
+def torch_has_tiles() -> bool:
     """Whether torch multiplies with AMX tiles here: two to five times as fast as vectors are."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 

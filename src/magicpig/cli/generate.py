@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +75,9 @@ def generate(
 
     magicpig generate --file book.txt --prompt "Who keeps the light?"
     """
+    # Imports and a model make a million objects that stay: looking through them for garbage
+    # would take half a second of the start.
+    gc.disable()
     document, question = prompt_of(prompt, file or [], system, raw, context, save_context)
     from magicpig.cli import answer
     from magicpig.engine.params import SamplingParams
@@ -102,6 +106,8 @@ def generate(
         },
         device,
     )
+    gc.freeze()
+    gc.enable()
     if truncate_left:
         document = document.cut_left(llm.tokenizer, question, llm.max_length - max_tokens)
     known = answer.known_context(llm, document, context, save_context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             _flush()
             fail(str(error) or type(error).__name__)
             raise typer.Exit(1) from None
+        finally:
+            gc.enable()  # which a command may have put off
 
     return run
 

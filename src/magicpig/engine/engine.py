@@ -100,8 +100,9 @@ class Engine:
         """Reads a part of the next prompt and gives every running sequence a token."""
         events = self.news()
         try:
-            events += self._read_part()
-            events += self._decode()
+            with self.runner.threads():
+                events += self._read_part()
+                events += self._decode()
         except BaseException:  # an interrupt: what there is to tell, the next step tells
             self._late = events + self._late
             raise

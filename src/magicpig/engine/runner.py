@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from magicpig.attention.exact import torch_has_tiles
 from magicpig.attention.methods import Method
 from magicpig.config import WindowConfig
 from magicpig.hf.attention import ENGINE, register
@@ -126,6 +129,9 @@ class Runner:
         self.model = model
         self.device, self.dtype = model.device, model.dtype  # a packed model has no parameters
         pack(model)
+        self.is_native = (
+            self.device.type == "cpu" and self.dtype == torch.bfloat16 and not torch_has_tiles()
+        )
         self.method = method
         self.window = window
         config = model.config.get_text_config(decoder=True)
@@ -136,6 +142,20 @@ class Runner:
         self.batches = not ROTARY_BY_LENGTH & rotary_kinds(config) and all(
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """For steps to be done in: torch has one thread, where all that is large runs on ours.
+
+        Its own would spin beside them after every small operation.
+        """
+        before = torch.get_num_threads()
+        if self.is_native:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def begin(self, prompt_ids: list[int], known: SequenceKV | None = None) -> Prefill:
         """A prompt to be read. known: its first tokens, as a sequence that is read already."""
