@@ -35,6 +35,7 @@ neon: $(VENV)/.built
 	qemu-aarch64-static build/neon/native_test
 	qemu-aarch64-static build/neon/linear_test
 	qemu-aarch64-static build/neon/prompt_test
+	qemu-aarch64-static build/neon/step_test
 
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)

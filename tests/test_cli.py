@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +12,7 @@ from zoo import make_model, make_tokenizer
 
 import magicpig
 from magicpig.cli import app
+from magicpig.engine.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -169,28 +169,42 @@ def test_ctrl_c_in_decode_keeps_what_was_written(model):
     assert b"Traceback" not in errors
 
 
-@pytest.mark.parametrize("extra", [["-n", "2"], ["--json"]])
-def test_ctrl_c_shows_what_there_is(model, extra):
-    running = process("--model", model, "-p", "Hi", "--max-tokens", "4000", *extra)
-    time.sleep(6)
-    running.send_signal(signal.SIGINT)
-    written, errors = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert b"Traceback" not in errors
-    if extra == ["--json"]:
-        assert json.loads(written)["completions"][0]["text"]
-    else:
-        assert written.startswith(b"[1/2]\n")
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C comes in the n-th call of one of the runner's methods."""
+
+    def at(name, call):
+        method, calls = getattr(Runner, name), []
+
+        def interrupting(*arguments):
+            calls.append(1)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return method(*arguments)
+
+        monkeypatch.setattr(Runner, name, interrupting)
+
+    return at
 
 
-def test_ctrl_c_in_prefill(model, tmp_path):
-    (tmp_path / "a.txt").write_text("word " * 800)
-    running = process("--model", model, "-f", str(tmp_path / "a.txt"), "-p", "?", "-n", "60")
-    time.sleep(2.5)
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert b"Traceback" not in errors
+def test_ctrl_c_shows_what_there_is(model, interrupted):
+    interrupted("decode", 20)
+    several = run("--model", model, "-p", "Hi", "-n", "2")
+    assert several.exit_code == 130
+    assert several.stdout.startswith("[1/2]\n")
+    assert "\n[2/2]\n" in several.stdout
+    interrupted("decode", 20)
+    as_json = run("--model", model, "-p", "Hi", "--json")
+    assert as_json.exit_code == 130
+    assert len(json.loads(as_json.stdout)["completions"][0]["text"]) > 5
+
+
+def test_ctrl_c_in_prefill(model, tmp_path, interrupted):
+    (tmp_path / "a.txt").write_text("word " * 400)
+    interrupted("prefill", 3)
+    result = run("--model", model, "-f", str(tmp_path / "a.txt"), "-p", "?")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "Traceback" not in result.stderr
 
 
 def test_a_closed_pipe_ends_it_quietly(model):

@@ -45,31 +45,18 @@ def attention(
     return out, None
 
 
-# Arguments that attention functions get and that change nothing here.
-HARMLESS = {
-    "cache_position",
-    "is_causal",
-    "labels",
-    "layer_idx",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "sliding_window",
-    "use_cache",
-}
+# Tensors that attention functions get and that change nothing here.
+HARMLESS = {"cache_position", "labels", "position_ids", "token_type_ids"}
 
 
 def _refuse_what_counts(dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raises for arguments that would change the result, such as learned sinks or biases."""
     if dropout:
         raise NotImplementedError("magicpig knows no dropout in attention: call model.eval()")
+    if kwargs.get("is_causal") is False:
+        raise NotImplementedError("magicpig knows causal attention only")
     for name, value in kwargs.items():
-        if name not in HARMLESS and value is not None and value is not False:
+        if isinstance(value, Tensor) and name not in HARMLESS:
             raise NotImplementedError(
                 f"this model's attention takes {name!r}, which magicpig does not know"
             )
