@@ -239,6 +239,10 @@ def test_attention_that_takes_more_is_refused():
         with pytest.raises(RuntimeError, match="enabled for this model already"), hf.enable(model):
             pass
         assert model(ids, None, None, None).past_key_values.get_seq_length() == 30
+    model.model.layers[1].self_attn.is_causal = False
+    with hf.enable(model), pytest.raises(NotImplementedError, match="causal attention only"):
+        model(ids)
+    model.model.layers[1].self_attn.is_causal = True
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5

@@ -104,6 +104,8 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
 
 def check_supported(config: PreTrainedConfig) -> None:
     """Raises for models that would give wrong results, or an error after a long prompt."""
+    if not hasattr(config, "num_attention_heads"):
+        raise NotImplementedError(f"a {config.model_type} model has no attention to be quicker at")
     if "chunked_attention" in get_layer_types_and_kwargs(config)[0]:
         raise NotImplementedError("magicpig does not know chunked attention, which the model has")
     if getattr(config, "num_kv_shared_layers", 0):

@@ -32,10 +32,11 @@ def attention(
     layer: TaggedLayer | None = getattr(key, TAG, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is not None:
-        _refuse_what_counts(dropout, kwargs)
+        _refuse_what_counts(module, dropout, kwargs)
         layer.receive(key, value)
         return layer.attend(query, key, value, attention_mask, scale, softcap), None
     expect_none()
+    _refuse_unknown_tensors(kwargs, {*HARMLESS, "position_bias"})
     if softcap is not None:  # which transformers' quick one cannot
         out = exact_attention(query, key, value, attention_mask, scale, softcap)
         return out.transpose(1, 2), None
@@ -49,14 +50,35 @@ def attention(
 HARMLESS = {"cache_position", "labels", "position_ids", "token_type_ids"}
 
 
-def _refuse_what_counts(dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raises for arguments that would change the result, such as learned sinks or biases."""
+def engine_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the engine, which makes no masks: all keys must be of layers of ours."""
+    if getattr(key, TAG, None) is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} attends to keys of a kind of cache that magicpig's engine "
+            "does not know; magicpig.hf.enable may do"
+        )
+    return attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _refuse_what_counts(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raises for what would change the result, such as learned sinks or biases."""
     if dropout:
         raise NotImplementedError("magicpig knows no dropout in attention: call model.eval()")
-    if kwargs.get("is_causal") is False:
-        raise NotImplementedError("magicpig knows causal attention only")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise NotImplementedError("magicpig knows causal attention only, and the model's is not")
+    _refuse_unknown_tensors(kwargs, HARMLESS)
+
+
+def _refuse_unknown_tensors(kwargs: dict[str, Any], known: set[str]) -> None:
     for name, value in kwargs.items():
-        if isinstance(value, Tensor) and name not in HARMLESS:
+        if isinstance(value, Tensor) and name not in known:
             raise NotImplementedError(
                 f"this model's attention takes {name!r}, which magicpig does not know"
             )
@@ -65,6 +87,6 @@ def _refuse_what_counts(dropout: float, kwargs: dict[str, Any]) -> None:
 def register() -> None:
     """Makes the attention function known to transformers. Models that do not ask for it by name
     are not touched."""
-    for name in (DROP_IN, ENGINE):
-        AttentionInterface.register(name, attention)
+    AttentionInterface.register(DROP_IN, attention)
+    AttentionInterface.register(ENGINE, engine_attention)
     AttentionMaskInterface.register(DROP_IN, sdpa_mask)
