@@ -67,10 +67,12 @@ class _Enabled:
 
 def _implementations(model: PreTrainedModel) -> dict[str, Any]:
     """What set_attn_implementation has to be given to leave a model and its parts as they are."""
-    parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
+    parts = {"": model.config}
+    parts |= {name: getattr(model.config, name) for name in model.config.sub_configs}
     return {
-        "": model.config._attn_implementation,
-        **{name: part._attn_implementation for name, part in parts.items() if part is not None},
+        name: part._attn_implementation
+        for name, part in parts.items()
+        if part is not None and part._attn_implementation is not None
     }
 
 
