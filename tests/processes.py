@@ -1,4 +1,4 @@
-"""Running code in a process of its own."""
+"""Running code in a process of its own, and code that fails."""
 
 import os
 import subprocess
@@ -16,3 +16,10 @@ def run_python(
         timeout=timeout,
         env={**os.environ, **environment},
     )
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail

@@ -9,6 +9,7 @@ import torch
 from zoo import CONFIGS, loaded, make_model, make_tokenizer
 
 from magicpig import LSHConfig, WindowConfig
+from magicpig.config import UnsupportedModel
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sequence import Finish
 from magicpig.llm import LLM
@@ -342,7 +343,7 @@ def test_models_that_cannot_be_followed_are_refused():
     model = make_model("llama")
     model.config.layer_types = ["chunked_attention"] * 4
     model.config.attention_chunk_size = 16
-    with pytest.raises(NotImplementedError, match="chunked attention"):
+    with pytest.raises(UnsupportedModel, match="chunked attention"):
         LLM(LoadedModel(model, make_tokenizer(), "chunked", Path()))
     taken = loaded("llama")
     LLM(taken)

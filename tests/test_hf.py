@@ -9,6 +9,7 @@ from zoo import CONFIGS, make_model
 
 import magicpig
 from magicpig import LSHConfig, WindowConfig, hf
+from magicpig.config import UnsupportedModel
 from magicpig.hf.cache import BatchLayer
 
 SMALL = WindowConfig(sinks=2, local=6, block=16)
@@ -223,7 +224,7 @@ def test_models_that_touch_keys_after_the_cache_are_refused():
         return keys * 1.0, values
 
     model.model.layers[1].self_attn.__class__ = Touched
-    with hf.enable(model), pytest.raises(NotImplementedError, match="cannot follow"):
+    with hf.enable(model), pytest.raises(UnsupportedModel, match="cannot follow"):
         model.generate(ids, max_new_tokens=5)
     plain = make_model("llama")  # what went wrong before does not linger
     with hf.enable(plain):
@@ -234,19 +235,19 @@ def test_attention_that_takes_more_is_refused():
     model = make_model("llama")
     ids = torch.randint(3, 211, (1, 30))
     with hf.enable(model):
-        with pytest.raises(NotImplementedError, match="takes 's_aux'"):
+        with pytest.raises(UnsupportedModel, match="takes 's_aux'"):
             model(ids, s_aux=torch.zeros(4))
         with pytest.raises(RuntimeError, match="enabled for this model already"), hf.enable(model):
             pass
         assert model(ids, None, None, None).past_key_values.get_seq_length() == 30
     model.model.layers[1].self_attn.is_causal = False
-    with hf.enable(model), pytest.raises(NotImplementedError, match="causal attention only"):
+    with hf.enable(model), pytest.raises(UnsupportedModel, match="causal attention only"):
         model(ids)
     model.model.layers[1].self_attn.is_causal = True
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    with hf.enable(model), pytest.raises(NotImplementedError, match="dropout"):
+    with hf.enable(model), pytest.raises(UnsupportedModel, match="dropout"):
         model(ids)
 
 

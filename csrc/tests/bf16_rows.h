@@ -1,27 +1,14 @@
-// What the native tests share: checks that count, and rows of bf16.
+// Rows of bf16, for the native tests of layers and prompts.
 #pragma once
 
-#include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "check.h"
 #include "kernels.h"
 
 namespace magicpig {
-
-inline std::atomic<int> checks{0};
-
-#define CHECK(condition)                                                                 \
-  do {                                                                                   \
-    ++checks;                                                                            \
-    if (!(condition)) {                                                                  \
-      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                      \
-    }                                                                                    \
-  } while (0)
 
 inline bf16 to_bf16(float x) {
   uint32_t bits;

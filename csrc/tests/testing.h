@@ -1,10 +1,7 @@
 // What the native tests share.
 #pragma once
 
-#include <atomic>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -12,20 +9,10 @@
 #include <stdexcept>
 #include <vector>
 
+#include "check.h"
 #include "lsh.h"
 
 namespace magicpig {
-
-inline std::atomic<int> checks{0};
-
-#define CHECK(condition)                                                                 \
-  do {                                                                                   \
-    ++checks;                                                                            \
-    if (!(condition)) {                                                                  \
-      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                      \
-    }                                                                                    \
-  } while (0)
 
 inline float rounded_to_bf16(float x) {
   uint32_t bits;

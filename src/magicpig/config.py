@@ -20,6 +20,10 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{name} must be from {low} to {high}, not {value}")
 
 
+class UnsupportedModel(ValueError):
+    """A model that would get wrong results: what it does that cannot be followed."""
+
+
 class Strict:
     """A configuration that refuses unknown fields with a message that lists the known ones."""
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 
 from magicpig.attention.exact import torch_has_tiles
 from magicpig.attention.methods import Method
-from magicpig.config import WindowConfig
+from magicpig.config import UnsupportedModel, WindowConfig
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
 from magicpig.kv.layer import DTYPES
@@ -105,14 +105,14 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
 def check_supported(config: PreTrainedConfig) -> None:
     """Raises for models that would give wrong results, or an error after a long prompt."""
     if not hasattr(config, "num_attention_heads"):
-        raise NotImplementedError(f"a {config.model_type} model has no attention to be quicker at")
+        raise UnsupportedModel(f"a {config.model_type} model has no attention to be quicker at")
     if "chunked_attention" in get_layer_types_and_kwargs(config)[0]:
-        raise NotImplementedError("magicpig does not know chunked attention, which the model has")
+        raise UnsupportedModel("magicpig does not know chunked attention, which the model has")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise NotImplementedError("magicpig does not know layers that share keys and values")
+        raise UnsupportedModel("magicpig does not know layers that share keys and values")
     _, dim = heads_of(config)
     if dim % 8 or not 8 <= dim <= 256:
-        raise NotImplementedError(f"head_dim must be a multiple of 8 up to 256, not {dim}")
+        raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
 
 
 class Runner:

@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from magicpig.attention.exact import exact_attention
+from magicpig.config import UnsupportedModel
 from magicpig.hf.cache import TAG, TaggedLayer, expect_none
 
 DROP_IN = "magicpig"  # masks as for transformers' own attention
@@ -60,7 +61,7 @@ def engine_attention(
 ) -> tuple[Tensor, None]:
     """Attention in the engine, which makes no masks: all keys must be of layers of ours."""
     if getattr(key, TAG, None) is None:
-        raise NotImplementedError(
+        raise UnsupportedModel(
             f"{type(module).__name__} attends to keys of a kind of cache that magicpig's engine "
             "does not know; magicpig.hf.enable may do"
         )
@@ -70,16 +71,16 @@ def engine_attention(
 def _refuse_what_counts(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Raises for what would change the result, such as learned sinks or biases."""
     if dropout:
-        raise NotImplementedError("magicpig knows no dropout in attention: call model.eval()")
+        raise UnsupportedModel("magicpig knows no dropout in attention: call model.eval()")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise NotImplementedError("magicpig knows causal attention only, and the model's is not")
+        raise UnsupportedModel("magicpig knows causal attention only, and the model's is not")
     _refuse_unknown_tensors(kwargs, HARMLESS)
 
 
 def _refuse_unknown_tensors(kwargs: dict[str, Any], known: set[str]) -> None:
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and name not in known:
-            raise NotImplementedError(
+            raise UnsupportedModel(
                 f"this model's attention takes {name!r}, which magicpig does not know"
             )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from magicpig.attention.exact import exact_attention
-from magicpig.config import LSHConfig, WindowConfig
+from magicpig.config import LSHConfig, UnsupportedModel, WindowConfig
 from magicpig.kv.prompt import Prompt, padded
 from magicpig.kv.sequence import SequenceLayer, step
 
@@ -55,8 +56,9 @@ class TaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         given, self._given = self._given, None
         _expecting.layer = None
         if given is None or given[0] is not keys or given[1] is not values:
-            raise NotImplementedError(UNUSUAL)
+            raise UnsupportedModel(UNUSUAL)
 
+    @abstractmethod
     def attend(
         self,
         queries: Tensor,
@@ -70,7 +72,6 @@ class TaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         keys, values: as `update` returned them, of a whole prompt or of one new token.
         """
-        raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape != value_states.shape:
@@ -89,7 +90,7 @@ def expect_none() -> None:
     """Raises when the attention function was not called, or not with the keys it should be."""
     if getattr(_expecting, "layer", None) is not None:
         _expecting.layer = None
-        raise NotImplementedError(UNUSUAL)
+        raise UnsupportedModel(UNUSUAL)
 
 
 class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
