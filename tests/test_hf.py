@@ -67,7 +67,7 @@ def test_logits_equal_transformers_own(name, method):
         assert all(row.far.num_tokens > 0 for row in layer.rows)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("method", ["full", "lsh"])
 def test_bfloat16_is_as_good_as_transformers(name, method):
     """Both are compared with float32: rounding differs, its size does not."""
