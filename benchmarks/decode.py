@@ -32,15 +32,20 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 import magicpig
 from magicpig import LLM, LSHConfig, SamplingParams, WindowConfig, _native
-from magicpig.attention.methods import METHODS, make_method
+from magicpig.attention.plan import Plan, make_plan
 from magicpig.engine.runner import DecodeLayer, Runner
 from magicpig.engine.sampler import Sampler, sample
 from magicpig.hf.attention import attention
-from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
+from magicpig.kv.base import LayerShape
+from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.sequence import SequenceKV, step
 from magicpig.models import load
 from magicpig.nn import GatedMLP, PackedEmbedding, PackedLinear, RMSNorm
 
 console = Console(stderr=True)
+
+
+METHODS = ("full", "lsh")
 
 
 @dataclass
@@ -79,13 +84,11 @@ class LinearClock:
         self.seconds += time.perf_counter() - self._began
 
 
-def copied(sequence: SequenceKV, index_of) -> SequenceKV:
+def copied(sequence: SequenceKV, plan: Plan) -> SequenceKV:
     """The same tokens in memory of their own."""
     layers = []
     for i, layer in enumerate(sequence.layers):
-        far = layer.far
-        shape = (far.num_heads, far.num_kv_heads, far.head_dim, far.dtype)
-        other = SequenceLayer(*shape, index_of(i), layer.config, layer.span)
+        other = plan.new_layer(i, layer.shape, layer.config, layer.span)
         other.extend(*layer.read())
         layers.append(other)
     return SequenceKV(layers, sequence.num_tokens)
@@ -111,7 +114,7 @@ def random_prompt(tokens: int, layers: int) -> SequenceKV:
     """Keys around a mean, as real ones are, in a model like random_model."""
     sequence = []
     for _ in range(layers):
-        layer = SequenceLayer(32, 8, 64, torch.bfloat16, None, WindowConfig())
+        layer = NativeLayer(LayerShape(32, 8, 64, torch.bfloat16), None, WindowConfig())
         keys = torch.randn(8, 1, 64) + torch.randn(8, tokens, 64)
         layer.extend(keys.bfloat16(), torch.randn(8, tokens, 64).bfloat16())
         sequence.append(layer)
@@ -123,8 +126,8 @@ def measure(
 ) -> Result:
     # Of few layers none is dense: two of a model's sixteen or more would hardly count.
     dense = None if len(prompt.layers) > 8 else []
-    index_of = make_method(method, len(prompt.layers), dense_layers=dense).index
-    kvs = [copied(prompt, index_of) for _ in range(batch)]
+    plan = make_plan(method, len(prompt.layers), dense_layers=dense)
+    kvs = [copied(prompt, plan) for _ in range(batch)]
     tokens = torch.randint(100, 40_000, (steps + 2, batch)).tolist()
     samplers = [Sampler(SamplingParams(), []) for _ in range(batch)]
     for warm in tokens[:2]:
@@ -192,7 +195,8 @@ def long_layer(lengths: Sequence[int], steps: int) -> list[tuple[str, int, float
             mean = torch.randn(kv_heads, 1, dim)
             keys = (mean + torch.randn(kv_heads, tokens, dim)).bfloat16()
             values = torch.randn(kv_heads, tokens, dim).bfloat16()
-            layer = SequenceLayer(heads, kv_heads, dim, torch.bfloat16, index, WindowConfig())
+            shape = LayerShape(heads, kv_heads, dim, torch.bfloat16)
+            layer = NativeLayer(shape, index, WindowConfig())
             layer.extend(keys, values)
             samples = []
             for _ in range(steps):
@@ -214,12 +218,12 @@ def attention_overhead(repeats: int = 2000) -> float:
     out = torch.empty_like(flat[0])
     module = torch.nn.Module()
 
-    def through_python(layer: SequenceLayer) -> None:
+    def through_python(layer: NativeLayer) -> None:
         query, key, value = tensors
         key, value = DecodeLayer([layer]).update(key, value)
         attention(module, query, key, value, None, scaling=0.125)
 
-    def native(layer: SequenceLayer) -> None:
+    def native(layer: NativeLayer) -> None:
         far = [layer.far._native]
         _native.step([layer.window], far, *flat, 0.125, 0.0, 2**32, out)
 
@@ -227,7 +231,8 @@ def attention_overhead(repeats: int = 2000) -> float:
     for call in (through_python, native):
         samples = []
         for _ in range(repeats):
-            layer = SequenceLayer(heads, kv_heads, dim, torch.bfloat16, None, WindowConfig())
+            shape = LayerShape(heads, kv_heads, dim, torch.bfloat16)
+            layer = NativeLayer(shape, None, WindowConfig())
             start = time.perf_counter()
             call(layer)
             samples.append(time.perf_counter() - start)
@@ -336,7 +341,7 @@ def main() -> None:
             )
         if args.long_contexts:
             baseline = None if args.no_transformers else random_model()
-            runner = Runner(random_model(), make_method("lsh", 4), WindowConfig())
+            runner = Runner(random_model(), make_plan("lsh", 4), WindowConfig())
             clock = LinearClock(runner.model)
             for context in args.long_contexts:
                 prompt = random_prompt(context, 4)

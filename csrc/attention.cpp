@@ -115,6 +115,7 @@ class Call {
     outs_.resize(num_states * stride);
     states_.resize(num_states);
     rows_of_task_.resize(tasks_.size());
+    visited_by_task_.resize(tasks_.size());
     for (size_t i = 0; i < num_states; ++i) states_[i].out = outs_.data() + i * stride;
   }
 
@@ -129,6 +130,7 @@ class Call {
       static thread_local Tables::Scratch scratch;
       draw_rows(*task.run->index, group.kv_head, queries_, query, scratch, args);
       drawn = watch.seconds();
+      visited_by_task_[&task - tasks_.data()] = scratch.visited;
     } else {
       args.rows = static_cast<const char*>(args.rows) + task.first * geometry_.row_bytes();
       args.count = task.count;
@@ -149,18 +151,18 @@ class Call {
       auto each = [&](auto&& visit) {
         for (size_t i = group.first_task; i < group.end_task; ++i) {
           const Task& task = tasks_[i];
-          if (task.head <= head && head < task.head + task.num_heads)
-            visit(states_[task.state + head - task.head], rows_of_task_[i]);
+          if (task.head <= head && head < task.head + task.num_heads) visit(states_[task.state + head - task.head], i);
         }
       };
       float peak = -INFINITY;
       each([&](const PartialState& state, size_t) { peak = std::max(peak, state.max); });
       double total = 0;
-      int64_t rows = 0;
+      int64_t rows = 0, visited = 0;
       std::fill_n(out, geometry_.head_dim, 0.0f);
-      each([&](const PartialState& state, size_t count) {
-        rows += static_cast<int64_t>(count);
-        if (count == 0) return;
+      each([&](const PartialState& state, size_t i) {
+        rows += static_cast<int64_t>(rows_of_task_[i]);
+        visited += static_cast<int64_t>(visited_by_task_[i]);
+        if (rows_of_task_[i] == 0) return;
         const float weight = std::exp(state.max - peak);
         total += double{weight} * state.sum;
         for (uint32_t d = 0; d < geometry_.head_dim; ++d) out[d] += weight * state.out[d];
@@ -169,6 +171,7 @@ class Call {
       for (uint32_t d = 0; d < geometry_.head_dim; ++d) out[d] *= inverse;
       result_.lse[at] = total > 0 ? static_cast<float>(peak + std::log(total)) : -INFINITY;
       result_.rows_read[at] = rows;
+      if (result_.visited) result_.visited[at] = visited;
     }
   }
 
@@ -178,7 +181,7 @@ class Call {
   const AttendResult& result_;
   const PreparedQueries queries_;
   std::vector<Task> tasks_;
-  std::vector<size_t> group_of_, rows_of_task_;
+  std::vector<size_t> group_of_, rows_of_task_, visited_by_task_;
   std::vector<Group> groups_;
   std::vector<PartialState> states_;
   std::vector<float> outs_;

@@ -109,7 +109,7 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
     runs.push_back(runs_of(*snapshots.back()));
   }
   const Timing timing =
-      attend(geometry, runs, data, type, {scale, softcap}, exact, {out.data(), lse.data(), rows_read.data()});
+      attend(geometry, runs, data, type, {scale, softcap}, exact, {out.data(), lse.data(), rows_read.data(), nullptr});
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
   return {timing.draw, timing.drawn, timing.exact, tokens};

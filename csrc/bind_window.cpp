@@ -98,6 +98,14 @@ void bind_window(nb::module_& m) {
           "reads", [](const Window& window) { return std::make_pair(window.reads.rows, window.reads.tokens); },
           "Rows that steps read, over all query heads, and the tokens there were to read.")
       .def_prop_ro(
+          "far_reads",
+          [](const Window& window) {
+            const Reads& reads = window.reads;
+            return std::make_tuple(reads.steps, reads.far_rows, reads.far_tokens, reads.visited);
+          },
+          "Steps, rows of the far context that they read over all query heads, those there were, and entries of hash "
+          "buckets that were walked through.")
+      .def_prop_ro(
           "seconds",
           [](const Window& window) {
             const Timing& spent = window.spent;

@@ -91,14 +91,24 @@ void step(const std::vector<StepSequence>& batch, const StepArgs& args) {
   }
 
   std::vector<float> out(batch.size() * heads * geometry.head_dim), lse(batch.size() * heads);
-  std::vector<int64_t> rows(batch.size() * heads);
-  const Timing timing =
-      attend(geometry, runs, queries, args.type, args.scoring, false, {out.data(), lse.data(), rows.data()});
+  std::vector<int64_t> rows(batch.size() * heads), visited(batch.size() * heads);
+  const Timing timing = attend(geometry, runs, queries, args.type, args.scoring, false,
+                               {out.data(), lse.data(), rows.data(), visited.data()});
   for (size_t i = 0; i < batch.size(); ++i) {
     if (!fine[i]) std::fill_n(out.data() + i * heads * geometry.head_dim, heads * geometry.head_dim, NAN);
     Reads& reads = batch[i].window->reads;
-    for (size_t h = 0; h < heads; ++h) reads.rows += static_cast<uint64_t>(rows[i * heads + h]);
-    for (const Run& run : runs[i]) reads.tokens += heads * run.num_tokens;
+    uint64_t read = 0, there = 0;
+    for (size_t h = 0; h < heads; ++h) {
+      read += static_cast<uint64_t>(rows[i * heads + h]);
+      reads.visited += static_cast<uint64_t>(visited[i * heads + h]);
+    }
+    for (const Run& run : runs[i]) there += heads * run.num_tokens;
+    const uint64_t near = runs[i].empty() ? 0 : heads * runs[i].back().num_tokens;
+    reads.rows += read;
+    reads.tokens += there;
+    reads.far_rows += read - near;
+    reads.far_tokens += there - near;
+    ++reads.steps;
   }
   convert(out.data(), batch.size() * heads, geometry.head_dim, args.type, args.out);
   Timing& spent = batch[0].window->spent;

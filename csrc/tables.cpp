@@ -168,7 +168,7 @@ size_t Tables::count(uint32_t kv_head, const char* rows, std::vector<Counter>& c
   for (uint32_t t = 0; t < std::min(kAhead, num_tables); ++t) look_up(t);
 
   // Keys at the mean come first. Their counters start at zero, from where no number of tables brings them there again.
-  size_t num_drawn = 0, asked = 0;
+  size_t num_drawn = 0, asked = 0, visited = 0;
   for (uint16_t id : at_mean_[kv_head]) {
     counts[id] = 0;
     drawn[num_drawn++] = id;
@@ -177,6 +177,7 @@ size_t Tables::count(uint32_t kv_head, const char* rows, std::vector<Counter>& c
   for (uint32_t t = 0; t < num_tables; ++t) {
     if (t + kAhead < num_tables) look_up(t + kAhead);
     const Bucket bucket = visits[t];
+    visited += static_cast<size_t>(bucket.end - bucket.begin);
     for (const uint16_t* next = bucket.begin; next < bucket.end; ++next) {
       const uint16_t id = *next;
       const Counter seen = static_cast<Counter>(counts[id] + 1);
@@ -190,6 +191,7 @@ size_t Tables::count(uint32_t kv_head, const char* rows, std::vector<Counter>& c
       for (size_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(row + byte, 0, 2);
     }
   }
+  scratch.visited = visited;
   return num_drawn;
 }
 

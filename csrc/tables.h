@@ -30,6 +30,7 @@ class Tables {
     std::vector<uint16_t> wide;   // the same, for many tables
     std::vector<uint16_t> ids;
     std::vector<Bucket> buckets;
+    size_t visited = 0;  // entries of the buckets that draw() walked through
   };
 
   // Rows of `kv_head` that share the query's bucket (scratch.codes) in at least min_collisions tables, into

@@ -10,7 +10,10 @@ namespace magicpig {
 
 // What attention over a sequence read, over all steps and query heads, and what there was to read.
 struct Reads {
-  uint64_t rows = 0, tokens = 0;
+  uint64_t rows = 0, tokens = 0;          // of window and far context
+  uint64_t far_rows = 0, far_tokens = 0;  // of the far context alone
+  uint64_t visited = 0;                   // entries of hash buckets
+  uint64_t steps = 0;
 };
 
 // Rows as in a segment, in memory that grows with demand. One thread at a time.

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from magicpig import LLM, SamplingParams
-from magicpig.attention.methods import METHODS, make_method
+from magicpig.attention.plan import make_plan
 from magicpig.cli.answer import answer, console, reading_bar
 from magicpig.context import Context
 from magicpig.document import Document
@@ -27,9 +27,9 @@ def main() -> None:
         context = Context.read(llm, document, lambda event: read(event.prefilled))
     console.print(f"[bold]Question[/bold] {QUESTION}\n")
     table = Table("method", "decode", "keys read", "rows", "index", box=None, header_style="dim")
-    for name in METHODS:
-        method = make_method(name, llm.engine.runner.model.config.num_hidden_layers)
-        known = context.kv.with_indexes(method.index)
+    for name in ("full", "lsh"):
+        plan = make_plan(name, llm.engine.runner.model.config.num_hidden_layers)
+        known = plan.adopt(context.kv)
         console.print(f"[bold]{name}[/bold]")
         prompt_ids = context.prompt_ids(llm, QUESTION)
         generation = answer(llm, prompt_ids, SamplingParams(max_tokens=60), known)

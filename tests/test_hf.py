@@ -162,7 +162,7 @@ def test_bad_arguments():
     model = make_model("llama")
     ids = torch.randint(3, 211, (1, 9))
     for arguments, message in (
-        ({"method": "quest2"}, "method must be one of full, lsh, not 'quest2'"),
+        ({"method": "quest2"}, "method must be one of full, lsh, .*kv-stream, not 'quest2'"),
         ({"dense_layers": [4]}, "dense_layers must be from 0 to 3, not 4"),
         ({"lsh": 3}, "lsh must be an LSHConfig"),
     ):

@@ -7,7 +7,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from zoo import COMMON, make_tokenizer
 
 from magicpig import LLM, LSHConfig, SamplingParams, WindowConfig
-from magicpig.kv.sequence import SequenceLayer, step
+from magicpig.kv.base import LayerShape
+from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.sequence import step
 from magicpig.models import LoadedModel
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -18,7 +20,7 @@ BOUND = WINDOW.sinks + WINDOW.local + 2 * WINDOW.block
 def test_a_fact_stated_in_the_output_is_found_3000_tokens_later():
     """4,000 tokens after a prompt of 6,000; the fact is a key that a later query points at."""
     torch.manual_seed(3)
-    layer = SequenceLayer(HEADS, KV_HEADS, DIM, torch.bfloat16, LSHConfig(), WINDOW)
+    layer = NativeLayer(LayerShape(HEADS, KV_HEADS, DIM, torch.bfloat16), LSHConfig(), WINDOW)
     keys, values = torch.randn(2, KV_HEADS, 10_000, DIM).bfloat16().unbind()
     fact = 7_000
     keys[:, fact] *= 4

@@ -8,7 +8,9 @@ import torch
 from contexts import tolerance
 
 from magicpig import LSHConfig, WindowConfig, reference
-from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
+from magicpig.kv.base import LayerShape
+from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.sequence import SequenceKV, step
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
 SMALL = WindowConfig(sinks=2, local=4, block=8)
@@ -16,7 +18,7 @@ EVERYTHING = LSHConfig(1, 512, min_collisions=1, exact_below=0)  # all keys coll
 
 
 def make_layer(window=SMALL, index=None, dtype=torch.float32, span=None):
-    return SequenceLayer(HEADS, KV_HEADS, DIM, dtype, index, window, span)
+    return NativeLayer(LayerShape(HEADS, KV_HEADS, DIM, dtype), index, window, span)
 
 
 def rows(tokens):
@@ -128,7 +130,7 @@ def test_sliding_layers_see_their_span(prompt):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [8, 40, 64])
 def test_output_has_the_queries_dtype(dtype, dim, every_isa):
-    layer = SequenceLayer(2, 1, dim, dtype, None, SMALL)
+    layer = NativeLayer(LayerShape(2, 1, dim, dtype), None, SMALL)
     keys, values = torch.randn(2, 1, 20, dim).to(dtype).unbind()
     layer.extend(keys, values)
     query, key, value = torch.randn(3, 1, 2, dim).to(dtype).unbind()
@@ -174,7 +176,7 @@ def test_counts_what_was_read():
 def test_a_failed_segment_loses_no_token(monkeypatch):
     layer = make_layer()
     layer.extend(*rows(13))
-    monkeypatch.setattr("magicpig.kv.sequence._extended", lambda *_: 1 / 0)
+    monkeypatch.setattr("magicpig.kv.native_layer._extended", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         decode(layer, 12)
     before = layer.num_tokens

@@ -16,7 +16,9 @@ from magicpig.context import Context
 from magicpig.document import Document
 from magicpig.engine.params import SamplingParams
 from magicpig.kv import store
-from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
+from magicpig.kv.base import LayerShape
+from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.sequence import SequenceKV, step
 from magicpig.kv.store import StoreError
 from magicpig.llm import LLM
 
@@ -30,7 +32,7 @@ def make_sequence(tokens=700, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     layers = []
     for index, span in ((LSH, None), (None, None), (None, 9)):
-        layer = SequenceLayer(HEADS, KV_HEADS, DIM, dtype, index, SMALL, span)
+        layer = NativeLayer(LayerShape(HEADS, KV_HEADS, DIM, dtype), index, SMALL, span)
         for part in (tokens - 50, 50):
             layer.extend(*torch.randn(2, KV_HEADS, part, DIM).to(dtype).unbind())
         layers.append(layer)
@@ -121,7 +123,7 @@ def test_tables_that_reach_outside_are_refused():
     """A file may be made by hand, with checksums that match."""
     layer = make_sequence().layers[0].far
     rows, tables = (np.array(array) for array in layer._native.segment_memory(0))
-    fresh = SequenceLayer(HEADS, KV_HEADS, DIM, torch.float32, LSH, SMALL).far._native
+    fresh = NativeLayer(LayerShape(HEADS, KV_HEADS, DIM, torch.float32), LSH, SMALL).far._native
     tokens = layer.segment_sizes[0]
 
     def adopt(count, rows, tables):

@@ -122,6 +122,12 @@ class Window:
         """
 
     @property
+    def far_reads(self) -> tuple[int, int, int, int]:
+        """
+        Steps, rows of the far context that they read over all query heads, those there were, and entries of hash buckets that were walked through.
+        """
+
+    @property
     def seconds(self) -> tuple[float, float, float]:
         """
         Thread-seconds of steps in which this window was the first: drawing rows, attention over drawn rows, and over rows read whole.

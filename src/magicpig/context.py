@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from magicpig.attention.cpu_dense import CpuDense
+from magicpig.attention.plan import Plan
 from magicpig.document import Document
 from magicpig.kv import store
+from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.sequence import SequenceKV
 from magicpig.kv.store import StoreError
 
@@ -47,7 +50,16 @@ class Context:
             "document": asdict(self.document),
             "token_ids": self.token_ids,
         }
-        store.save(Path(path), self.kv, about)
+        try:
+            kv = Plan(CpuDense()).adopt(self.kv) if self._is_elsewhere else self.kv
+        except ValueError as error:
+            raise StoreError(f"{str(path)!r} cannot be written: {error}") from error
+        store.save(Path(path), kv, about)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the rows are not all where the store finds them."""
+        return any(not isinstance(layer, NativeLayer) for layer in self.kv.attention_layers)
 
     @classmethod
     def load(cls, llm: LLM, path: Path | str) -> Context:
@@ -66,7 +78,7 @@ class Context:
         if document.parts(llm.tokenizer, "")[0] != token_ids:
             raise StoreError(f"{str(path)!r} was made with another tokenizer or chat template")
         kv, _ = store.load(path)
-        return cls(document, token_ids, kv.with_indexes(llm.engine.runner.method.index))
+        return cls(document, token_ids, llm.engine.runner.plan.adopt(kv))
 
 
 def _check_model(llm: LLM, path: Path, about: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicpig import _native
-from magicpig.attention.methods import check_method, make_method
+from magicpig.attention.base import Method
+from magicpig.attention.plan import make_plan
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.engine.engine import Engine
 from magicpig.engine.params import SamplingParams
@@ -19,7 +20,9 @@ from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Choice
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Event, Finish, Request, Usage
-from magicpig.kv.sequence import SequenceBytes, SequenceKV
+from magicpig.kv.base import SequenceBytes
+from magicpig.kv.cost import Cost
+from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel, load
 from magicpig.models.identity import identity
 
@@ -75,7 +78,8 @@ class LLM:
 
     model: a built-in name ("smollm2"), a local folder, a name on the Hugging Face hub, or a model
         that magicpig.models.load gave; the LLM then has it for itself.
-    method: how decode steps attend to the far context: "lsh" samples it, "full" reads all of it.
+    method: how decode steps attend to the far context: "lsh" samples it, "full" reads all of it;
+        parameters may follow, as in "lsh:10:150" or "quest:16:4%" (docs/methods.md has all).
     lsh, dense_layers, window: see LSHConfig, WindowConfig; dense layers read every row, None means
         the first and the middle one.
     device, dtype: see magicpig.models.load.
@@ -87,7 +91,7 @@ class LLM:
         self,
         model: str | LoadedModel = "smollm2",
         *,
-        method: str = "lsh",
+        method: str | Method = "lsh",
         lsh: LSHConfig | None = None,
         dense_layers: Sequence[int] | None = None,
         window: WindowConfig | None = None,
@@ -96,7 +100,7 @@ class LLM:
         max_sequences: int = 64,
         memory_bytes: int | None = None,
     ) -> None:
-        check_method(method)
+        make_plan(method, 1, lsh, ())  # before a model is loaded for nothing
         if not isinstance(model, (str, LoadedModel)):
             raise TypeError(
                 "model must be a name or what magicpig.models.load gave, "
@@ -109,13 +113,10 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.identity = identity(loaded.model)
         config = loaded.model.config.get_text_config(decoder=True)
-        chosen = make_method(method, config.num_hidden_layers, lsh, dense_layers)
-        lsh = lsh or LSHConfig()
+        plan = make_plan(method, config.num_hidden_layers, lsh, dense_layers)
         self.settings: dict[str, Any] = {
             "model": loaded.name,
-            "method": method,
-            "bits_per_table": lsh.bits_per_table,
-            "num_tables": lsh.num_tables,
+            "method": plan.method.spec,
             "dense_layers": None if dense_layers is None else list(dense_layers),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
         }
@@ -125,7 +126,7 @@ class LLM:
             memory_bytes = int(_native.available_memory() * MEMORY_SHARE)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
         self.engine = Engine(
-            Runner(loaded.model, chosen, window or WindowConfig()),
+            Runner(loaded.model, plan, window or WindowConfig()),
             loaded.tokenizer,
             Scheduler(memory_bytes, max_sequences),
             frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
@@ -283,7 +284,7 @@ class _Collected:
         if self.error:
             raise self.error
         request = self.request
-        nothing = Completion("", [], Finish.ABORT, [], Usage(SequenceBytes(0, 0, 0), 1.0))
+        nothing = Completion("", [], Finish.ABORT, [], Usage(SequenceBytes(0, 0, 0), 1.0, Cost()))
         completions = [
             Completion(text, s.token_ids, s.finish or Finish.ABORT, choices, s.usage)
             for text, s, choices in zip(self.texts, request.sequences, self.choices, strict=False)

@@ -1,4 +1,4 @@
-"""Attention in parts: how partial results come together."""
+"""Attention: methods over the far context, and how partial results come together."""
 
 from magicpig.attention.merge import merge
 

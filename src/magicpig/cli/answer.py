@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from magicpig.attention.methods import check_method
-from magicpig.config import LSHConfig
+from magicpig.attention.base import Method
+from magicpig.attention.lsh import Lsh
+from magicpig.attention.registry import parse
 from magicpig.context import Context
 from magicpig.document import Document
 from magicpig.engine.params import SamplingParams
@@ -41,17 +43,27 @@ def load_llm(context: Path | None, options: dict[str, Any], device: str) -> LLM:
     """The model, as options say; where they say nothing (None), as the saved context was made."""
     known = store.load_about(context)["settings"] if context else {}
     chosen = {**known, **{name: value for name, value in options.items() if value is not None}}
-    lsh = {name: chosen[name] for name in ("bits_per_table", "num_tables") if name in chosen}
-    method = chosen.get("method", "lsh")
-    check_method(method)
     return LLM(
         chosen.get("model", "smollm2"),
-        method=method,
-        lsh=LSHConfig(**lsh),
+        method=_method(known, options),
         dense_layers=chosen.get("dense_layers"),
         device=device,
         dtype=chosen.get("dtype", "auto"),
     )
+
+
+def _method(known: dict[str, Any], options: dict[str, Any]) -> Method:
+    """As options say, and where they leave parameters open, as a saved context was made."""
+    spec, saved = options["method"], known.get("method", "lsh")
+    method = parse(saved if spec in (None, saved.partition(":")[0]) else spec)
+    for name in ("bits_per_table", "num_tables"):
+        if isinstance(method, Lsh):
+            value = options[name] if options[name] is not None else known.get(name)
+            method = method if value is None else replace(method, **{name: value})
+        elif options[name] is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is a parameter of lsh, the method is {method.spec}")
+    return method
 
 
 def known_context(
@@ -197,6 +209,7 @@ def as_dict(generation: Generation) -> dict[str, Any]:
                 "row_bytes": completion.usage.nbytes.rows,
                 "index_bytes": completion.usage.nbytes.index,
                 "window_bytes": completion.usage.nbytes.window,
+                "far_context": completion.usage.cost.as_dict(),
             }
             for completion in generation.completions
         ],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from transformers.cache_utils import (
 )
 
 from magicpig.attention.exact import torch_has_tiles
-from magicpig.attention.methods import Method
+from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
+from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.layer import DTYPES
-from magicpig.kv.sequence import SequenceKV, SequenceLayer, step
+from magicpig.kv.sequence import SequenceKV, step
 from magicpig.nn import pack
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
@@ -54,10 +56,7 @@ class DecodeLayer(TaggedLayer):
         softcap: float | None = None,
     ) -> Tensor:
         query, key, value = queries.squeeze(2), keys.squeeze(2), values.squeeze(2)
-        if query.is_cpu:
-            return step(self.rows, query, key, value, scale, softcap).unsqueeze(1)
-        out = step(self.rows, query.cpu(), key.cpu(), value.cpu(), scale, softcap)
-        return out.unsqueeze(1).to(query.device)
+        return step(self.rows, query, key, value, scale, softcap).unsqueeze(1)
 
     def get_seq_length(self) -> int:
         return max(row.num_tokens for row in self.rows)
@@ -118,7 +117,7 @@ def check_supported(config: PreTrainedConfig) -> None:
 class Runner:
     """model: used by this runner alone from now on; its attention is ours."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, window: WindowConfig) -> None:
+    def __init__(self, model: PreTrainedModel, plan: Plan, window: WindowConfig) -> None:
         register()
         if model.config._attn_implementation == ENGINE:
             raise ValueError("this model belongs to another LLM: load it once more")
@@ -134,7 +133,7 @@ class Runner:
         self.is_native = (
             self.device.type == "cpu" and self.dtype == torch.bfloat16 and not torch_has_tiles()
         )
-        self.method = method
+        self.plan = plan
         self.window = window
         config = model.config.get_text_config(decoder=True)
         check_supported(config)
@@ -159,8 +158,13 @@ class Runner:
         finally:
             torch.set_num_threads(before)
 
-    def begin(self, prompt_ids: list[int], known: SequenceKV | None = None) -> Prefill:
-        """A prompt to be read. known: its first tokens, as a sequence that is read already."""
+    def begin(
+        self, prompt_ids: list[int], known: SequenceKV | None = None, watch: bool | None = None
+    ) -> Prefill:
+        """A prompt to be read. known: its first tokens, as a sequence that is read already.
+
+        watch: whether to sum up the attention that its tokens get; None: if the plan asks for it.
+        """
         if known is not None:
             layers = [
                 BatchLayer.of(layer, known.num_tokens, len(prompt_ids))
@@ -172,10 +176,16 @@ class Runner:
         layers = list(DynamicCache(config=self.model.config).layers)
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
-                layers[i] = BatchLayer(self.method.index(i), self.window, expected=len(prompt_ids))
+                new_row = partial(self._new_row, self.plan, i, None)
+                watched = self.plan.of(i).watches_prompts if watch is None else watch
+                layers[i] = BatchLayer(new_row, expected=len(prompt_ids), watch=watched)
             elif type(layer) is DynamicSlidingWindowLayer:
-                layers[i] = BatchLayer(None, self.window, layer.sliding_window)
+                span = layer.sliding_window
+                layers[i] = BatchLayer(partial(self._new_row, self.plan, i, span), span)
         return Prefill(prompt_ids, Cache(layers))
+
+    def _new_row(self, plan: Plan, i: int, span: int | None, shape: LayerShape) -> SequenceLayer:
+        return plan.new_layer(i, shape, self.window, span)
 
     @torch.inference_mode()
     def prefill(self, prefill: Prefill) -> Tensor:
@@ -193,6 +203,18 @@ class Runner:
         for layer in prefill.cache.layers:
             layers.append(layer.to_sequence() if isinstance(layer, BatchLayer) else layer)
         return SequenceKV(layers, prefill.done)
+
+    @torch.inference_mode()
+    def finish_under(self, prefill: Prefill, plans: Sequence[Plan]) -> list[SequenceKV]:
+        """The prompt as a sequence of each plan."""
+        columns: list[list[Any]] = []
+        for i, layer in enumerate(prefill.cache.layers):
+            if isinstance(layer, BatchLayer):
+                new_rows = [partial(self._new_row, plan, i, layer.span) for plan in plans]
+                columns.append(list(layer.to_sequences(new_rows)))
+            else:
+                columns.append([copy.deepcopy(layer) for _ in plans])
+        return [SequenceKV(layers, prefill.done) for layers in zip(*columns, strict=True)]
 
     @torch.inference_mode()
     def decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
@@ -229,7 +251,8 @@ class Runner:
 
         While a prompt is read its keys and values are there twice, once as tensors.
         """
-        heads, dim = heads_of(self.model.config.get_text_config(decoder=True))
+        config = self.model.config.get_text_config(decoder=True)
+        heads, dim = heads_of(config)
         vectors = 2 * heads * (-(-dim // 16) * 16) * self.dtype.itemsize
         tokens = prompt_tokens + n * new_tokens
         window = self.window.sinks + self.window.local + 2 * self.window.block
@@ -240,7 +263,6 @@ class Runner:
             if type(layer) is not DynamicLayer:
                 continue
             total += (tokens + prompt_tokens + n * min(tokens, window)) * vectors
-            if index := self.method.index(i):
-                buckets = (1 + tokens // 65536) * 2**index.bits_per_table
-                total += heads * index.num_tables * (2 * tokens + 4 * buckets)
+            shape = LayerShape(config.num_attention_heads, heads, dim, self.dtype, self.device)
+            total += self.plan.of(i).index_bytes(shape, tokens)
         return total

@@ -9,7 +9,9 @@ from enum import Enum
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sampler import Choice, Sampler
 from magicpig.engine.text import Detokenizer
-from magicpig.kv.sequence import SequenceBytes, SequenceKV
+from magicpig.kv.base import SequenceBytes
+from magicpig.kv.cost import Cost
+from magicpig.kv.sequence import SequenceKV
 
 
 class Finish(str, Enum):
@@ -68,10 +70,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a completion came to need: memory, and the share of the rows its steps read."""
+    """What a completion came to need.
+
+    share_read: of all rows, windows and dense layers included, those that its steps read.
+    cost: of the far context, in the layers that the method is for.
+    """
 
     nbytes: SequenceBytes
     share_read: float
+    cost: Cost
 
 
 class Sequence:
@@ -107,7 +114,7 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return self._usage or Usage(self.kv.nbytes, self.kv.share_read)
+        return self._usage or Usage(self.kv.nbytes, self.kv.share_read, self.kv.cost)
 
     def end(self, finish: Finish) -> None:
         """Lets the keys and values go."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from magicpig.attention.methods import Method, make_method
+from magicpig.attention.base import Method
+from magicpig.attention.plan import Plan, make_plan
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.hf.attention import DROP_IN, register
 from magicpig.hf.cache import BatchLayer, begin_pass
@@ -21,9 +23,9 @@ __all__ = ["enable"]
 class _Enabled:
     """A model's caches while the drop-in is in force."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, window: WindowConfig) -> None:
+    def __init__(self, model: PreTrainedModel, plan: Plan, window: WindowConfig) -> None:
         self.config = model.config
-        self.method = method
+        self.plan = plan
         self.window = window
         self.in_force = True
 
@@ -52,7 +54,9 @@ class _Enabled:
             cache.layers = DynamicCache(config=self.config).layers
         for i, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer:
-                ours = BatchLayer(self.method.index(i), self.window, check=self.check)
+                new_row = partial(self.plan.new_layer, i, window=self.window)
+                watch = self.plan.of(i).watches_prompts
+                ours = BatchLayer(new_row, check=self.check, watch=watch)
                 if layer.keys is not None and layer.values is not None:
                     ours.fill(layer.keys, layer.values)
                 cache.layers[i] = ours
@@ -79,7 +83,7 @@ def _implementations(model: PreTrainedModel) -> dict[str, Any]:
 @contextmanager
 def enable(
     model: PreTrainedModel,
-    method: str = "lsh",
+    method: str | Method = "lsh",
     *,
     lsh: LSHConfig | None = None,
     dense_layers: Sequence[int] | None = None,
@@ -87,7 +91,7 @@ def enable(
 ) -> Iterator[PreTrainedModel]:
     """Inside the context, the model's decode steps attend to the far context by the method.
 
-    method: "lsh" (sampled) or "full" (exact). Prompts are always read exactly.
+    method: see magicpig.LLM. Prompts are always read exactly.
     lsh: the hash tables. dense_layers: layers that read every row; None: the first and the middle
     one. window: which tokens stay exact.
 
@@ -100,7 +104,7 @@ def enable(
         raise RuntimeError("magicpig is enabled for this model already: leave that context first")
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     enabled = _Enabled(
-        model, make_method(method, num_layers, lsh, dense_layers), window or WindowConfig()
+        model, make_plan(method, num_layers, lsh, dense_layers), window or WindowConfig()
     )
     register()
     before = _implementations(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from magicpig.attention.exact import exact_attention
-from magicpig.config import LSHConfig, UnsupportedModel, WindowConfig
+from magicpig.attention.mass import attention_mass
+from magicpig.config import UnsupportedModel
+from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.prompt import Prompt, padded
-from magicpig.kv.sequence import SequenceLayer, step
+from magicpig.kv.sequence import step
+from magicpig.kv.tensor_layer import TensorLayer
 
 TAG = "_magicpig_layer"  # on the keys that `update` returns: the attention function finds us there
 UNUSUAL = (
@@ -29,6 +32,9 @@ UNUSUAL = (
 
 
 _expecting = threading.local()  # .layer: whose keys the next attention in this thread must be over
+
+
+NewRow = Callable[[LayerShape], SequenceLayer]
 
 
 class TaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -96,8 +102,9 @@ def expect_none() -> None:
 class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     """Keys and values of a batch in one layer.
 
-    index: how rows of the far context are drawn; None: all are read.
+    new_row: makes an empty sequence of this layer.
     span: sliding attention over so many tokens, or None.
+    watch: whether to sum up the attention that the prompt's tokens get.
     expected: tokens that a prompt is likely to have.
     check: called before every use; raises when the layer may not be used (any more).
     """
@@ -106,14 +113,14 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        index: LSHConfig | None,
-        window: WindowConfig,
+        new_row: NewRow,
         span: int | None = None,
         expected: int = 0,
         check: Callable[[], None] | None = None,
+        watch: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.index, self.window, self.span = index, window, span
+        self.new_row, self.span, self.watch = new_row, span, watch
         self.expected, self.check = expected, check
         self.is_sliding = span is not None
         self.num_heads = 0
@@ -126,11 +133,13 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self.num_known = self.num_gathered = 0
         self.visible: Tensor | None = None  # bool [batch, tokens]: no padding; None: all are
         self.num_seen = 0  # tokens of a row, padding included
+        self.mass: Tensor | None = None  # [batch, kv_heads, tokens] of the prompt, where watched
 
     @classmethod
     def of(cls, row: SequenceLayer, num_tokens: int, expected: int) -> BatchLayer:
         """A layer of a batch of one: a sequence that is left as it is, and goes on as another."""
-        layer = cls(row.far.index, row.config, row.span, expected)
+        watch = isinstance(row, TensorLayer) and row.method.watches_prompts
+        layer = cls(lambda _: row.empty(), row.span, expected, watch=watch)
         layer.rows, layer.num_seen = [row.fork()], num_tokens
         return layer
 
@@ -139,6 +148,25 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         if self.prompt:
             self.to_rows(self.prompt.tensors[0])
         return self.rows[0]
+
+    def to_sequences(self, new_rows: Sequence[NewRow]) -> list[SequenceLayer]:
+        """The prompt of a batch of one, once for each; they share what they can."""
+        assert self.prompt
+        assert not self.known
+        keys, values = self.prompt.row(0, 0, None)
+        rows: list[SequenceLayer] = []
+        for new_row in new_rows:
+            row = new_row(self._shape(self.prompt.tensors[0]))
+            row.extend(keys, values, None if self.mass is None else self.mass[0])
+            if isinstance(row, TensorLayer):
+                row.share(rows)
+            rows.append(row)
+        return rows
+
+    def _shape(self, like: Tensor) -> LayerShape:
+        """like: keys of the batch, [batch, kv_heads, *, dim]."""
+        _, kv_heads, _, dim = like.shape
+        return LayerShape(self.num_heads, kv_heads, dim, like.dtype, like.device)
 
     @property
     def is_initialized(self) -> bool:
@@ -190,13 +218,18 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         if queries.shape[2] > 1:
             seen = None if self.span else mask  # what slid away is in the mask, not in the keys
             out = exact_attention(queries, keys, values, seen, scale, softcap, self.span)
+            if self.watch:
+                mass = attention_mass(queries, keys, mask, scale, softcap)
+                if self.mass is not None:
+                    mass[:, :, : self.mass.shape[2]] += self.mass
+                self.mass = mass
             return out.transpose(1, 2)
         self.to_rows(keys, None if mask is None else _visible(mask))
-        query, key, value = (tensor.squeeze(2).cpu() for tensor in (queries, keys, values))
+        query, key, value = (tensor.squeeze(2) for tensor in (queries, keys, values))
         out = step(self.rows, query, key, value, scale, softcap)
         for row in self.rows:
             row.settle()
-        return out[:, None].to(queries.device)
+        return out[:, None]
 
     def to_rows(self, like: Tensor, visible: Tensor | None = None) -> None:
         """Turns a gathered prompt into sequences, if there is one.
@@ -206,17 +239,19 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         """
         if self.rows:
             return self._check_visible(visible)
-        batch, kv_heads, _, dim = like.shape
-        shape = (self.num_heads, kv_heads, dim, like.dtype, self.index, self.window, self.span)
-        rows = self.known or [SequenceLayer(*shape) for _ in range(batch)]
+        rows = self.known or [self.new_row(self._shape(like)) for _ in range(len(like))]
         if self.prompt:
             if visible is not None:
                 self.visible = visible[:, : self.num_gathered].cpu()
             first = max(0, self.prompt.num_tokens - (self.num_gathered - self.num_known))
             shown = None if self.visible is None else self.visible[:, -self.prompt.num_tokens :]
             for i, row in enumerate(rows):
-                row.extend(*self.prompt.row(i, first, None if shown is None else shown[i]))
-        self.rows, self.known, self.prompt = rows, [], None
+                visible_here = None if shown is None else shown[i]
+                mass = None if self.mass is None else self.mass[i]
+                if mass is not None and visible_here is not None:
+                    mass = mass[:, visible_here.to(mass.device)]
+                row.extend(*self.prompt.row(i, first, visible_here), mass)
+        self.rows, self.known, self.prompt, self.mass = rows, [], None, None
 
     def _check_visible(self, visible: Tensor | None) -> None:
         if visible is None:
@@ -260,7 +295,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
         if tokens_to_remove and self.num_seen:
             if self.rows:
-                self._gather(torch.empty(0, dtype=self.rows[0].far.dtype))
+                self._gather(torch.empty(0, dtype=self.rows[0].shape.dtype))
             assert self.prompt
             self.prompt.crop(-tokens_to_remove)
             self.num_seen = self.num_gathered = max(0, self.num_seen + tokens_to_remove)

@@ -50,14 +50,15 @@ class Prompt:
         return self._keys[:, :, : self.num_tokens], self._values[:, :, : self.num_tokens]
 
     def row(self, i: int, first: int, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, tokens, dim] of row i from token `first` on, in CPU memory.
+        """Keys and values [kv_heads, tokens, dim] of row i from token `first` on.
 
         visible: bool [tokens], which of all the row's tokens to take; None: all.
         """
-        keys, values = (tensor[i, :, first:].cpu() for tensor in self.tensors)
+        keys, values = (tensor[i, :, first:] for tensor in self.tensors)
         if visible is None:
             return keys, values
-        return keys[:, visible[first:]], values[:, visible[first:]]
+        shown = visible[first:].to(keys.device)
+        return keys[:, shown], values[:, shown]
 
     def select(self, indices: Tensor) -> None:
         """Keeps these rows, in this order."""

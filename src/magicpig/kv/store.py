@@ -26,8 +26,10 @@ import numpy.typing as npt
 import torch
 
 from magicpig.config import LSHConfig, WindowConfig
+from magicpig.kv.base import LayerShape
 from magicpig.kv.layer import DTYPES
-from magicpig.kv.sequence import SequenceKV, SequenceLayer
+from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.sequence import SequenceKV
 from magicpig.native import num_threads
 
 MAGIC = b"magicpig context\n"
@@ -74,7 +76,7 @@ def _described(sequence: SequenceKV) -> tuple[list[dict[str, Any]], list[Bytes]]
     """Descriptions of the layers, and the blocks they name, in order."""
     layers, blocks = [], []
     for i, layer in enumerate(sequence.layers):
-        if not isinstance(layer, SequenceLayer):
+        if not isinstance(layer, NativeLayer):
             raise StoreError(f"layer {i} is a {type(layer).__name__}, whose state cannot be saved")
         layer.settle(wait=True)
         far = layer.far
@@ -200,14 +202,13 @@ def _header(path: Path, memory: Bytes) -> tuple[dict[str, Any], int]:
     return json.loads(text), LENGTHS + length
 
 
-def _layer(description: dict[str, Any], blocks: Iterator[Bytes]) -> SequenceLayer:
+def _layer(description: dict[str, Any], blocks: Iterator[Bytes]) -> NativeLayer:
     dtype = getattr(torch, description["dtype"])
     index = description["index"]
-    layer = SequenceLayer(
-        description["num_heads"],
-        description["num_kv_heads"],
-        description["head_dim"],
-        dtype,
+    layer = NativeLayer(
+        LayerShape(
+            description["num_heads"], description["num_kv_heads"], description["head_dim"], dtype
+        ),
         None if index is None else LSHConfig(**index),
         WindowConfig(**description["window"]),
         description["span"],

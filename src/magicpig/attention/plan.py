@@ -1,0 +1,89 @@
+"""Plan: which method each layer of a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from magicpig.attention.base import Method
+from magicpig.attention.full import Full
+from magicpig.attention.lsh import Lsh
+from magicpig.attention.registry import parse
+from magicpig.config import LSHConfig, WindowConfig, check_int
+from magicpig.kv.base import LayerShape, SequenceLayer
+from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.sequence import SequenceKV
+
+
+@dataclass(frozen=True)
+class Plan:
+    """method: of all layers but the dense ones, which read every row."""
+
+    method: Method
+    dense_layers: frozenset[int] = frozenset()
+
+    def of(self, layer: int) -> Method:
+        return Full() if layer in self.dense_layers else self.method
+
+    def new_layer(
+        self, layer: int, shape: LayerShape, window: WindowConfig, span: int | None = None
+    ) -> SequenceLayer:
+        """An empty sequence in a model's layer; span: of sliding attention."""
+        if span:
+            return NativeLayer(shape, None, window, span)
+        new = self.of(layer).new_layer(shape, window, layer)
+        new.dense = layer in self.dense_layers
+        return new
+
+    def adopt(self, sequence: SequenceKV) -> SequenceKV:
+        """The same tokens as this plan keeps them; rows are shared where they can be."""
+        layers = [
+            self._adopted(i, layer) if isinstance(layer, SequenceLayer) else layer
+            for i, layer in enumerate(sequence.layers)
+        ]
+        return SequenceKV(layers, sequence.num_tokens).fork()
+
+    def _adopted(self, i: int, layer: SequenceLayer) -> SequenceLayer:
+        if layer.span:
+            return layer
+        new = self.new_layer(i, layer.shape, layer.config)
+        if new.kind == layer.kind:
+            new = layer.fork()
+        elif isinstance(new, NativeLayer) and isinstance(layer, NativeLayer):
+            new = layer.with_index(new.far.index)
+        else:
+            if layer.evicts:
+                raise ValueError("tokens of the text were evicted: read it again")
+            new.extend(*layer.read())
+        new.dense = i in self.dense_layers
+        return new
+
+
+def make_plan(
+    method: str | Method,
+    num_layers: int,
+    lsh: LSHConfig | None = None,
+    dense_layers: Sequence[int] | None = None,
+) -> Plan:
+    """The plan of a method for a model of so many layers.
+
+    method: a spec like "lsh" or "quest:16:4%", or a method.
+    lsh: the hash tables of "lsh" where its spec does not say.
+    dense_layers: layers that always read every row; None: the first and the middle one.
+    """
+    if isinstance(method, str):
+        spec = method
+        method = parse(spec)
+    elif isinstance(method, Method):
+        spec = ""
+    else:
+        raise TypeError(f"method must be a name or a Method, not {method!r}")
+    if lsh is not None and not isinstance(lsh, LSHConfig):
+        raise TypeError(f"lsh must be an LSHConfig or None, not {lsh!r}")
+    if lsh is not None and spec == "lsh":
+        method = Lsh(**{name: getattr(lsh, name) for name in LSHConfig.__dataclass_fields__})
+    if dense_layers is None:
+        dense_layers = (0, num_layers // 2)
+    for layer in dense_layers:
+        check_int("dense_layers", layer, 0, num_layers - 1)
+    return Plan(method, frozenset() if method.exact else frozenset(dense_layers))

@@ -1,0 +1,29 @@
+"""streaming: the first and the newest tokens only, as in StreamingLLM (arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from magicpig.attention.tensor_method import Scoring, TensorMethod
+from magicpig.kv.far_tokens import FarTokens
+from magicpig.kv.tensor_layer import TensorLayer
+
+
+@dataclass(frozen=True)
+class Streaming(TensorMethod):
+    """The window is all there is; what leaves it is gone. Tokens keep their positions."""
+
+    name: ClassVar[str] = "streaming"
+    keeps_all: ClassVar[bool] = False
+
+    def grown(self, layer: TensorLayer, keys: Tensor, values: Tensor) -> FarTokens:
+        return layer.far
+
+    def attend_far(
+        self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("there is no far context")

@@ -1,0 +1,182 @@
+"""Methods in plain torch over tensors: what they share.
+
+The window is attended to exactly. Of the far context a method chooses rows; these are gathered and
+attended to, weighted if the method samples; both parts merge.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicpig.attention.base import Method
+from magicpig.attention.merge import merge
+from magicpig.config import WindowConfig
+from magicpig.kv.base import LayerShape
+from magicpig.kv.far_tokens import FarTokens
+from magicpig.kv.seats import Seats
+from magicpig.kv.tensor_layer import TensorLayer
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How products become scores."""
+
+    scale: float
+    softcap: float | None = None
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores [batch, heads, tokens] of queries [batch, heads, dim] and keys [batch, kv_heads,
+        tokens, dim], in float32."""
+        grouped = queries.view(len(queries), keys.shape[1], -1, queries.shape[2])
+        return self.bend(grouped @ keys.float().transpose(2, 3)).flatten(1, 2)
+
+    def bend(self, products: Tensor) -> Tensor:
+        scores = products * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        return scores
+
+
+def attend_to_all(
+    queries: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, hidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, dim] and log-sum-exp [batch, heads] over all that is not hidden."""
+    scores = scoring(queries, keys)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - _finite(lse)[..., None]).exp()
+    grouped = weights.view(*keys.shape[:2], -1, keys.shape[2])
+    return (grouped @ values.float()).flatten(1, 2), lse
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return torch.where(lse == -torch.inf, 0.0, lse)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rows to read.
+
+    ids: [batch, heads, rows]. log_weights: as ids, added to their scores, -inf: not to be read;
+    None: zeros. num_rows: read of each sequence over all heads; a tensor [batch] where only the
+    device knows.
+    """
+
+    ids: Tensor
+    log_weights: Tensor | None
+    num_rows: Sequence[int] | Tensor
+
+
+class TensorMethod(Method):
+    """A method over a TensorLayer."""
+
+    def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> TensorLayer:
+        return TensorLayer(self, shape, window, layer)
+
+    def index_bytes(self, shape: LayerShape, tokens: int) -> int:
+        return 0
+
+    def new_state(self, layer: TensorLayer) -> Any:
+        """Of an empty layer."""
+        return None
+
+    def store(self, shape: LayerShape, keys: Tensor, values: Tensor) -> FarTokens:
+        """Tokens [num_kv_heads, tokens, head_dim] where the method wants them."""
+        return FarTokens(keys.contiguous()[None], values.contiguous()[None])
+
+    def grown(self, layer: TensorLayer, keys: Tensor, values: Tensor) -> FarTokens:
+        """The far context with these tokens behind it."""
+        far = layer.far
+        keys = torch.cat([far.keys[0], keys.to(far.keys)], 1)
+        values = torch.cat([far.values[0], values.to(far.values)], 1)
+        return self.store(layer.shape, keys, values)
+
+    def watch(self, layer: TensorLayer, window_tokens: int, mass: Tensor | None) -> None:
+        """Of tokens that were added to a window; see SequenceLayer.extend."""
+
+    def attend(
+        self,
+        layers: Sequence[TensorLayer],
+        seats: Seats,
+        queries: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Output [batch, heads, dim] of queries in float32, and its cost to each layer."""
+        scoring = Scoring(scale, softcap)
+        far = FarTokens.stack([layer.far for layer in layers])
+        seats.far = far  # keeps the stack for the next step
+        keys, values, hidden = seats.tokens
+        out, lse = attend_to_all(queries, keys, values, scoring, hidden)
+        for layer in layers:
+            layer.spend(steps=1, tokens=layer.shape.num_heads * layer.far_seen)
+        if not far.num_tokens:
+            return out
+        return merge(out, lse, *self.attend_far(layers, far, queries, scoring))[0]
+
+    @abstractmethod
+    def attend_far(
+        self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over the far context."""
+
+
+class ChoosingMethod(TensorMethod):
+    """Reads the rows that it chooses."""
+
+    @abstractmethod
+    def choose(
+        self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
+    ) -> Choice:
+        """Rows of each sequence for each query head."""
+
+    @abstractmethod
+    def search_cost(self, shape: LayerShape, tokens: int) -> tuple[int, int]:
+        """Bytes and multiply-adds of a choice among so many tokens, over all heads."""
+
+    def attend_far(
+        self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        choice = self.choose(layers, far, queries, scoring)
+        if isinstance(choice.num_rows, Tensor):
+            layers[0].seats.drawn += choice.num_rows
+        for i, layer in enumerate(layers):
+            searched, ops = self.search_cost(layer.shape, far.lengths[i])
+            layer.spend(search_bytes=searched, search_ops=ops)
+            if not isinstance(choice.num_rows, Tensor):
+                layer.spend(rows=choice.num_rows[i])
+        return attend_to_chosen(queries, far, choice, scoring)
+
+
+def attend_to_chosen(
+    queries: Tensor, far: FarTokens, choice: Choice, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over chosen rows, which alone are read."""
+    batch, heads, _ = queries.shape
+    sequences = torch.arange(batch, device=queries.device)[:, None, None]
+    kv_heads = torch.arange(heads, device=queries.device) // (heads // far.keys.shape[1])
+    at = (sequences, kv_heads[None, :, None], choice.ids)
+    scores = scoring.bend((far.keys[at].float() @ queries[..., None]).squeeze(-1))
+    if choice.log_weights is not None:
+        scores = scores + choice.log_weights
+    lse = scores.logsumexp(-1)
+    weights = (scores - _finite(lse)[..., None]).exp()
+    return (weights[:, :, None] @ far.values[at].float()).squeeze(2), lse
+
+
+def best(scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """The counts[i] highest of scores [batch, heads, n]: ids [batch, heads, most], and log weights
+    that leave out what is beyond a sequence's count."""
+    ids = scores.topk(max(counts), dim=-1).indices
+    if min(counts) == max(counts):
+        return ids, None
+    limits = torch.tensor(counts, device=scores.device)[:, None, None]
+    beyond = torch.arange(ids.shape[-1], device=scores.device) >= limits
+    return ids, torch.zeros(ids.shape, device=scores.device).masked_fill(beyond, -torch.inf)

@@ -1,0 +1,90 @@
+"""Harness: one model, several methods: a prompt is read once, and each method goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from magicpig.attention.plan import make_plan
+from magicpig.config import WindowConfig
+from magicpig.engine.runner import Runner
+from magicpig.kv.sequence import SequenceKV
+from magicpig.models import LoadedModel, load
+from magicpig.models.identity import identity
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt as each method keeps it, and the logits [vocab] after its last token."""
+
+    kvs: list[SequenceKV]
+    logits: Tensor
+
+
+class Harness:
+    """model: as magicpig.LLM takes it. methods: specs, see magicpig.attention.registry.
+
+    Tokens are chosen by whoever calls `step`: this is for measuring, not for serving.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel,
+        methods: Sequence[str],
+        *,
+        dense_layers: Sequence[int] | None = None,
+        window: WindowConfig | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+    ) -> None:
+        if not methods:
+            raise ValueError("methods is empty: name one at least, like full or lsh:10:150")
+        for method in methods:
+            make_plan(method, 1, dense_layers=())  # before a model is loaded for nothing
+        loaded = load(model, device, dtype) if isinstance(model, str) else model
+        config = loaded.model.config.get_text_config(decoder=True)
+        self.plans = [
+            make_plan(method, config.num_hidden_layers, dense_layers=dense_layers)
+            for method in methods
+        ]
+        self.methods = [plan.method.spec for plan in self.plans]
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods must differ from each other: {', '.join(self.methods)}")
+        self.model_name = loaded.name
+        self.tokenizer = loaded.tokenizer
+        self.identity = identity(loaded.model)
+        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+        ends = loaded.model.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends or []
+        self.end_token_ids = frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None}
+        self.window = window or WindowConfig()
+        self.runner = Runner(loaded.model, self.plans[0], self.window)
+        self.dtype = str(self.runner.dtype).removeprefix("torch.")
+        self._watches = any(plan.method.watches_prompts for plan in self.plans)
+
+    def read(self, prompt_ids: list[int], on_part: Callable[[int], None] | None = None) -> Read:
+        """Reads a prompt exactly. on_part: told how many tokens are read."""
+        if not prompt_ids:
+            raise ValueError("the prompt is empty: it has no tokens")
+        if len(prompt_ids) > self.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens, the model's context holds "
+                f"{self.max_length}"
+            )
+        with self.runner.threads():
+            prefill = self.runner.begin(prompt_ids, watch=self._watches)
+            while prefill.done < len(prompt_ids):
+                logits = self.runner.prefill(prefill)
+                if on_part:
+                    on_part(prefill.done)
+            return Read(self.runner.finish_under(prefill, self.plans), logits.float())
+
+    def step(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
+        """One token of each sequence; logits [batch, vocab] after it, in float32."""
+        with self.runner.threads():
+            logits = self.runner.decode(kvs, token_ids)
+            for kv in kvs:
+                kv.settle()
+        return logits.float()

@@ -1,0 +1,211 @@
+"""NativeLayer: a sequence in one layer, kept by the native core in CPU memory.
+
+Tokens enter at the window's end; what outgrows the window becomes a segment of the far context,
+built in the background. Until it is there the window keeps it: no token is ever out of sight.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from magicpig import _native
+from magicpig.config import LSHConfig, WindowConfig
+from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
+from magicpig.kv.cost import Cost
+from magicpig.kv.layer import LayerKV, read_tokens
+
+
+@cache
+def _builder(process_id: int) -> ThreadPoolExecutor:
+    """The one thread that builds segments in this process; native threads do the work."""
+    return ThreadPoolExecutor(1, thread_name_prefix="magicpig-segments")
+
+
+class NativeLayer(SequenceLayer):
+    """index: how rows of the far context are drawn; None: all are read."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        index: LSHConfig | None,
+        window: WindowConfig,
+        span: int | None = None,
+    ) -> None:
+        self.shape = shape
+        self.config = window
+        self.span = span
+        index = None if span else index
+        self.far = LayerKV(shape.num_heads, shape.num_kv_heads, shape.head_dim, index, shape.dtype)
+        self.window = _native.Window(self.far._native)
+        self._next_far: Future[LayerKV] | None = None
+        self._builder_process = 0
+
+    @classmethod
+    def step(
+        cls,
+        layers: Sequence[NativeLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        device, queries = queries.device, queries.cpu()
+        out = torch.empty(queries.shape, dtype=queries.dtype)
+        span = layers[0].span
+        _native.step(
+            [layer.window for layer in layers],
+            [] if span else [layer.far._native for layer in layers],
+            queries if queries.is_contiguous() else queries.contiguous(),
+            keys.cpu(),
+            values.cpu(),
+            scale,
+            softcap or 0.0,
+            span or 2**32,
+            out,
+        )
+        return out.to(device)
+
+    @property
+    def kind(self) -> object:
+        return NativeLayer, self.far.index, self.span
+
+    @property
+    def num_tokens(self) -> int:
+        return self.far.num_tokens + self.window.num_tokens
+
+    def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
+        """Leaves no more than local in the window; a short context stays there as a whole."""
+        keys, values = keys.cpu(), values.cpu()
+        if self.span:
+            self._append(keys[:, -self.span :], values[:, -self.span :])
+            return self.settle()
+        self.settle(wait=True)
+        sinks = max(self.config.sinks - self.window.num_tokens, 0) if not self.far.num_tokens else 0
+        self._append(keys[:, :sinks], values[:, :sinks])
+        keys, values = keys[:, sinks:], values[:, sinks:]
+        recent = max(self.window.num_tokens - self.config.sinks, 0)
+        moved = recent + keys.shape[1] - self.config.local
+        if moved < self.config.block:
+            return self._append(keys, values)
+        if recent:
+            old_keys, old_values = read_tokens(self.window, self.far, self.config.sinks, recent)
+            keys = torch.cat([old_keys, keys.to(old_keys)], 1)
+            values = torch.cat([old_values, values.to(old_values)], 1)
+        far = self.far.fork()
+        far.append(keys[:, :moved], values[:, :moved])
+        self.far = far
+        self.window.drop(self.config.sinks, recent)
+        self._append(keys[:, moved:], values[:, moved:])
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        before = self.window.num_tokens
+        if keys.shape[1] and not self.window.append(keys, values):
+            self.window.drop(before, keys.shape[1])
+            raise ValueError("keys or values are NaN or infinite, or their norm exceeds 1e18")
+
+    def settle(self, wait: bool = False) -> None:
+        """A block's segment is begun when the block is full and takes its place when the next one
+        is: at fixed lengths, so that what a token reads does not depend on the builder's speed.
+        wait: let it take its place now, if it was begun.
+        """
+        config = self.config
+        if self.span:
+            if self.window.num_tokens > self.span + config.block:
+                self.window.drop(0, self.window.num_tokens - self.span)
+            return
+        if self.window.spoiled:
+            return  # numbers that are not finite make no segment; the sequence's outputs tell
+        if self._next_far and self._builder_process != os.getpid():
+            self._next_far = None  # begun by the process this one was forked from, where it stays
+        recent = self.window.num_tokens - config.sinks
+        if self._next_far and (wait or recent >= config.local + 2 * config.block):
+            # Before its result is asked for, so that a failed one is begun anew.
+            job, self._next_far = self._next_far, None
+            self.far = job.result().fork()
+            self.window.drop(config.sinks, config.block)
+            recent -= config.block
+        if not self._next_far and recent >= config.local + config.block:
+            tokens = read_tokens(self.window, self.far, config.sinks, config.block)
+            self._builder_process = os.getpid()
+            self._next_far = _builder(self._builder_process).submit(_extended, self.far, *tokens)
+
+    def read_window(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [num_kv_heads, tokens, head_dim] of the window, copied."""
+        return read_tokens(self.window, self.far, 0, self.window.num_tokens)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.read_window()
+        if not self.far.num_tokens:
+            return keys, values
+        sinks = self.config.sinks
+        far_keys, far_values = self.far.read()
+        return (
+            torch.cat([keys[:, :sinks], far_keys, keys[:, sinks:]], 1),
+            torch.cat([values[:, :sinks], far_values, values[:, sinks:]], 1),
+        )
+
+    def fork(self) -> NativeLayer:
+        other = copy.copy(self)
+        other.far = self.far.fork()
+        other.window = self.window.fork()
+        return other
+
+    def empty(self) -> NativeLayer:
+        return NativeLayer(self.shape, self.far.index, self.config, self.span)
+
+    def with_index(self, index: LSHConfig | None) -> NativeLayer:
+        """The same tokens with another index over the far context, or none; rows are shared."""
+        if self.span or index == self.far.index:
+            return self.fork()
+        self.settle(wait=True)
+        far = self.far
+        other = NativeLayer(self.shape, index, self.config)
+        if index is None:
+            for i, num_tokens in enumerate(far.segment_sizes):
+                rows, tables = far._native.segment_memory(i)
+                other.far._native.adopt(num_tokens, rows, tables[:0])
+        else:
+            other.far.append(*far.read())
+        other._append(*self.read_window())
+        return other
+
+    @property
+    def nbytes(self) -> SequenceBytes:
+        far = self.far.nbytes
+        return SequenceBytes(far.rows, far.index, self.window.nbytes)
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        return self.window.reads
+
+    @property
+    def cost(self) -> Cost:
+        steps, rows, tokens, visited = self.window.far_reads
+        if not (index := self.far.index) or not self.far.nbytes.index:
+            group = self.shape.num_heads // self.shape.num_kv_heads
+            return Cost(steps, rows, tokens, rows // group * self.shape.row_bytes)
+        queries = steps * self.shape.num_heads
+        borders = 2 * 4 * index.num_tables * queries * len(self.far.segment_sizes)
+        bits = index.bits_per_table * index.num_tables
+        return Cost(
+            steps,
+            rows,
+            tokens,
+            rows * (self.shape.row_bytes + 4),  # the key's norm is read along
+            2 * visited + borders,
+            queries * bits * self.shape.head_dim,
+        )
+
+
+def _extended(far: LayerKV, keys: Tensor, values: Tensor) -> LayerKV:
+    longer = far.fork()
+    longer.append(keys, values)
+    return longer

@@ -1,0 +1,76 @@
+"""Seats: the windows of sequences that step together, as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicpig.kv.far_tokens import FarTokens
+
+ROOM = 64  # tokens that a window may grow by before it moves
+
+
+class Seats:
+    """Windows of a batch in one layer. Each sequence has a seat; one thread at a time.
+
+    keys, values: [batch, num_kv_heads, capacity, head_dim], used up to lengths[i].
+    far: their far contexts as they stepped last.
+    drawn: int64 [batch], rows that were counted on the device.
+    """
+
+    def __init__(self, windows: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """windows: keys and values [num_kv_heads, tokens, head_dim] of each, copied."""
+        self.lengths = [keys.shape[1] for keys, _ in windows]
+        self.far: FarTokens | None = None
+        first = windows[0][0]
+        shape = (len(windows), first.shape[0], max(self.lengths) + ROOM, first.shape[2])
+        self.keys, self.values = first.new_zeros(shape), first.new_zeros(shape)
+        self.drawn = torch.zeros(len(windows), dtype=torch.int64, device=first.device)
+        for i, (keys, values) in enumerate(windows):
+            self.keys[i, :, : keys.shape[1]], self.values[i, :, : keys.shape[1]] = keys, values
+
+    def window(self, i: int) -> tuple[Tensor, Tensor]:
+        """Views [num_kv_heads, tokens, head_dim]."""
+        return self.keys[i, :, : self.lengths[i]], self.values[i, :, : self.lengths[i]]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """A token [batch, num_kv_heads, head_dim] of each."""
+        if max(self.lengths) == self.keys.shape[2]:
+            grown = list(self.keys.shape)
+            grown[2] += max(ROOM, grown[2] // 2)
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = old.new_zeros(grown)
+                new[:, :, : old.shape[2]] = old
+                setattr(self, name, new)
+        if min(self.lengths) == max(self.lengths):
+            self.keys[:, :, self.lengths[0]], self.values[:, :, self.lengths[0]] = keys, values
+        else:
+            rows = torch.arange(len(self.lengths), device=keys.device)
+            at = torch.tensor(self.lengths, device=keys.device)
+            self.keys[rows, :, at], self.values[rows, :, at] = keys, values
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def drop(self, i: int, first: int, count: int) -> None:
+        """Removes tokens from a window."""
+        end = self.lengths[i]
+        for tensor in (self.keys, self.values):
+            tensor[i, :, first : end - count] = tensor[i, :, first + count : end].clone()
+        self.lengths[i] -= count
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values [batch, num_kv_heads, tokens, head_dim], and which to hide: bool [batch,
+        1, tokens]; None: none."""
+        longest = max(self.lengths)
+        keys, values = self.keys[:, :, :longest], self.values[:, :, :longest]
+        if min(self.lengths) == longest:
+            return keys, values, None
+        lengths = torch.tensor(self.lengths, device=keys.device)
+        return (
+            keys,
+            values,
+            (torch.arange(longest, device=keys.device) >= lengths[:, None])[:, None],
+        )

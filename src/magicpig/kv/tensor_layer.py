@@ -1,0 +1,180 @@
+"""TensorLayer: a sequence in one layer, kept in plain tensors; a method in torch attends to it.
+
+For methods that are not the native core's. Windows and far context are as NativeLayer has them: the
+same tokens are near and far at the same lengths.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from magicpig.config import WindowConfig
+from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
+from magicpig.kv.cost import Cost
+from magicpig.kv.seats import Seats
+
+if TYPE_CHECKING:
+    from magicpig.attention.tensor_method import TensorMethod
+
+
+class TensorLayer(SequenceLayer):
+    """method: attends, and says what is kept of the far context. layer: its place in the model.
+
+    far: a batch of one. far_seen: tokens that became far, whatever was kept of them.
+    state: the method's own.
+    """
+
+    def __init__(
+        self, method: TensorMethod, shape: LayerShape, window: WindowConfig, layer: int
+    ) -> None:
+        self.method = method
+        self.shape = shape
+        self.config = window
+        self.layer = layer
+        self.evicts = not method.keeps_all
+        empty = torch.empty(
+            shape.num_kv_heads, 0, shape.head_dim, dtype=shape.dtype, device=shape.device
+        )
+        self.far = method.store(shape, empty, empty)
+        self.far_seen = 0
+        self.state: Any = method.new_state(self)
+        self._sit(Seats([(empty, empty)]), 0)
+        self._spent: Counter[str] = Counter()
+        self._near_rows = 0
+
+    def _sit(self, seats: Seats, seat: int) -> None:
+        self.seats, self.seat = seats, seat
+
+    @classmethod
+    def step(
+        cls,
+        layers: Sequence[TensorLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        seats = cls._together(layers)
+        seats.append(keys.to(seats.keys), values.to(seats.keys))
+        out = layers[0].method.attend(layers, seats, queries.float(), scale, softcap)
+        for layer in layers:
+            layer._near_rows += layer.shape.num_heads * seats.lengths[layer.seat]
+        return out.to(queries.dtype)
+
+    @staticmethod
+    def _together(layers: Sequence[TensorLayer]) -> Seats:
+        """The seats of exactly these layers, in this order."""
+        seats = layers[0].seats
+        if len(seats.lengths) == len(layers) and all(
+            layer.seats is seats and layer.seat == i for i, layer in enumerate(layers)
+        ):
+            return seats
+        seats = Seats([layer.seats.window(layer.seat) for layer in layers])
+        for i, layer in enumerate(layers):
+            layer._collect()
+            layer._sit(seats, i)
+        return seats
+
+    @torch.inference_mode()
+    def _collect(self) -> None:
+        """Takes over what was counted on the device."""
+        self.spend(rows=int(self.seats.drawn[self.seat]))
+        self.seats.drawn[self.seat] = 0
+
+    def spend(self, **counts: int) -> None:
+        """Adds to the cost, by the names of its fields."""
+        self._spent["row_bytes"] += counts.get("rows", 0) * self.shape.row_bytes
+        self._spent.update(counts)
+
+    @property
+    def kind(self) -> object:
+        return TensorLayer, self.method, self.layer
+
+    @property
+    def num_tokens(self) -> int:
+        return self.far.num_tokens + self.seats.lengths[self.seat]
+
+    @torch.inference_mode()
+    def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
+        window_keys, window_values = self.read_window()
+        keys = torch.cat([window_keys, keys.to(window_keys)], 1)
+        values = torch.cat([window_values, values.to(window_values)], 1)
+        self.method.watch(self, keys.shape[1], mass)
+        self._sit_alone(keys, values)
+        sinks, local, block = self.config.sinks, self.config.local, self.config.block
+        moved = keys.shape[1] - sinks - local
+        if moved >= block:
+            self._move(moved)
+
+    def _sit_alone(self, keys: Tensor, values: Tensor) -> None:
+        self._collect()
+        self._sit(Seats([(keys, values)]), 0)
+
+    @torch.inference_mode()
+    def settle(self, wait: bool = False) -> None:
+        recent = self.seats.lengths[self.seat] - self.config.sinks
+        if recent >= self.config.local + self.config.block * (1 if wait else 2):
+            self._move(self.config.block)
+
+    def _move(self, count: int) -> None:
+        """The oldest tokens behind the sinks become far."""
+        keys, values = self.seats.window(self.seat)
+        part = slice(self.config.sinks, self.config.sinks + count)
+        self.far_seen += count
+        self.far = self.method.grown(self, keys[:, part].clone(), values[:, part].clone())
+        self.seats.drop(self.seat, self.config.sinks, count)
+
+    def read_window(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.seats.window(self.seat)
+        return keys.clone(), values.clone()
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.read_window()
+        sinks = self.config.sinks
+        far_keys, far_values = (x[0].to(keys.device) for x in (self.far.keys, self.far.values))
+        return (
+            torch.cat([keys[:, :sinks], far_keys, keys[:, sinks:]], 1),
+            torch.cat([values[:, :sinks], far_values, values[:, sinks:]], 1),
+        )
+
+    def share(self, others: Sequence[SequenceLayer]) -> None:
+        """Uses another's far context of the same tokens in place of its own, if there is one."""
+        for other in others:
+            if isinstance(other, TensorLayer) and not (self.evicts or other.evicts):
+                mine, theirs = self.far.keys, other.far.keys
+                if (mine.shape, mine.device) == (theirs.shape, theirs.device):
+                    self.far = other.far
+                    return
+
+    @torch.inference_mode()
+    def fork(self) -> TensorLayer:
+        other = copy.copy(self)
+        other.state = copy.deepcopy(self.state)
+        other._sit(Seats([self.seats.window(self.seat)]), 0)
+        other._spent, other._near_rows = Counter(), 0
+        return other
+
+    def empty(self) -> TensorLayer:
+        return TensorLayer(self.method, self.shape, self.config, self.layer)
+
+    @property
+    def nbytes(self) -> SequenceBytes:
+        keys, _ = self.seats.window(self.seat)
+        return SequenceBytes(self.far.nbytes, self.far.derived_nbytes, 2 * keys.nbytes)
+
+    @property
+    def cost(self) -> Cost:
+        self._collect()
+        return Cost(**self._spent)
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        cost = self.cost
+        return cost.rows + self._near_rows, cost.tokens + self._near_rows
