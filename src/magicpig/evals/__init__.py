@@ -1,0 +1,1 @@
+"""Evaluation: tasks whose answers are known, and what runs methods on them."""
