@@ -1,0 +1,441 @@
+"""Records on disk, the figures made of them, and reports: on samples that are made up."""
+
+import base64
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from magicpig.evals import plots, records, tables
+from magicpig.evals.about import about, command
+from magicpig.evals.records import Records
+from magicpig.evals.report import markdown_table, terminal_table, write_report
+from magicpig.evals.summary import AVERAGE, summary
+
+SETTINGS = {"model": "smollm2", "seed": 0, "dense_layers": (0, 16), "window": {"sinks": 16}}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def record(task="vt", length=4096, protocol="easy", index=0, method="full", score=1.0, **fields):
+    cost = {"steps": 10, "rows": 200, "tokens": 1000, "row_bytes": 4e6, "search_bytes": 1e6}
+    return {
+        "task": task,
+        "length": length,
+        "protocol": protocol,
+        "index": index,
+        "method": method,
+        "score": score,
+        "output": "a <b> & c",
+        "answers": ["a"],
+        "prompt_tokens": length - 96,
+        "new_tokens": 10,
+        "same_as_full": True,
+        "cost": {**cost, "search_ops": 2e6},
+        **fields,
+    }
+
+
+def many(tasks=("vt", "cwe"), lengths=(4096, 8192), methods=("full", "lsh:10:150", "streaming")):
+    return [
+        record(task, length, protocol, index, method, score=(index + len(method)) % 3 / 2)
+        for task in tasks
+        for length in lengths
+        for protocol in ("easy", "hard")
+        for index in range(4)
+        for method in methods
+    ]
+
+
+def cell(cells, task, method="full", length=4096, protocol="easy"):
+    found = [
+        one
+        for one in cells
+        if (one.task, one.method, one.length, one.protocol) == (task, method, length, protocol)
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+# Records on disk
+
+
+def test_records_are_there_again_after_the_file_was_closed(tmp_path):
+    with Records(tmp_path / "new" / "folder", SETTINGS) as opened:
+        opened.append(record(index=0))
+        opened.append(record(index=1, output="a\nb"))
+    with Records(tmp_path / "new" / "folder", SETTINGS) as opened:
+        assert list(opened) == [record(index=0), record(index=1, output="a\nb")]
+        assert opened.done("vt", 4096, "easy", 1, "full")
+        assert not opened.done("vt", 4096, "easy", 2, "full")
+        assert not opened.done("vt", 4096, "hard", 1, "full")
+        opened.append(record(index=2))
+    found, settings = records.read(tmp_path / "new" / "folder")
+    assert [one["index"] for one in found] == [0, 1, 2]
+    assert settings == json.loads(json.dumps(SETTINGS))
+
+
+def test_a_record_is_on_its_way_to_the_disk_at_once(tmp_path):
+    with Records(tmp_path, SETTINGS) as opened:
+        opened.append(record())
+        assert records.read(tmp_path)[0] == [record()]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 100])
+def test_a_line_that_a_crash_cut_is_dropped(tmp_path, cut):
+    with Records(tmp_path, SETTINGS) as opened:
+        opened.append(record(index=0))
+        opened.append(record(index=1))
+    file = tmp_path / "samples.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-cut])
+    assert records.read(tmp_path)[0] == [record(index=0)]
+    with Records(tmp_path, SETTINGS) as opened:
+        assert list(opened) == [record(index=0)]
+        opened.append(record(index=1))
+    assert file.read_bytes() == whole
+
+
+def test_what_is_no_record_is_refused_and_left_alone(tmp_path):
+    with Records(tmp_path, SETTINGS) as opened:
+        opened.append(record())
+        with pytest.raises(ValueError, match=r"record of task vt, length 4096, .* already"):
+            opened.append(record())
+        with pytest.raises(ValueError, match="without method"):
+            opened.append({k: v for k, v in record(index=1).items() if k != "method"})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            opened.append(record(index=1, score=math.nan))
+        assert not opened.done("vt", 4096, "easy", 1, "full")
+        assert len(opened) == 1
+    file = tmp_path / "samples.jsonl"
+    broken = b"{oops\n" + file.read_bytes()
+    file.write_bytes(broken)
+    with pytest.raises(ValueError, match=r"line 1 of '.*samples.jsonl' is not JSON"):
+        Records(tmp_path, SETTINGS)
+    assert file.read_bytes() == broken
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "seed = 0, and seed is 1 now"),
+        ({"window": {"sinks": 4}}, r'window = {"sinks": 16}, and window is {"sinks": 4} now'),
+        ({"dtype": "float32"}, 'dtype = unset, and dtype is "float32" now'),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, change, message):
+    Records(tmp_path, SETTINGS).close()
+    with pytest.raises(ValueError, match=message):
+        Records(tmp_path, {**SETTINGS, **change})
+    with pytest.raises(ValueError, match="model is unset now"):
+        Records(tmp_path, {name: SETTINGS[name] for name in SETTINGS if name != "model"})
+    Records(tmp_path, SETTINGS).close()
+
+
+def test_one_evaluation_at_a_time(tmp_path):
+    with Records(tmp_path, SETTINGS), pytest.raises(ValueError, match="another evaluation"):
+        Records(tmp_path, SETTINGS)
+    Records(tmp_path, SETTINGS).close()
+
+
+def test_a_folder_without_records_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no samples.jsonl in"):
+        records.read(tmp_path)
+
+
+# Figures
+
+
+def test_scores_and_errors():
+    scores = {"vt": [1.0, 0.0, 0.5, 0.5], "cwe": [1.0, 1.0, 0.0]}
+    cells = summary(
+        record(task, index=i, score=score)
+        for task, its in scores.items()
+        for i, score in enumerate(its)
+    )
+    first, second, average = cells
+    assert (first.task, second.task, average.task) == ("vt", "cwe", AVERAGE)
+    assert (first.samples, second.samples, average.samples, average.tasks) == (4, 3, 7, 2)
+    assert first.score == 50
+    assert first.error == pytest.approx(100 * math.sqrt(0.5 / 3) / 2)
+    assert second.score == pytest.approx(200 / 3)
+    assert second.error == pytest.approx(100 * math.sqrt(1 / 3) / math.sqrt(3))
+    assert average.score == pytest.approx((50 + 200 / 3) / 2)
+    assert average.error == pytest.approx(math.hypot(first.error, second.error) / 2)
+
+
+def test_an_error_needs_two_samples_or_one_that_brings_it():
+    assert summary([record()])[0].error is None
+    assert summary([record(), record("cwe"), record("cwe", index=1)])[-1].error is None
+    assert summary([record(score_error=0.1)])[0].error == pytest.approx(10)
+
+
+def test_costs_are_ratios_of_sums():
+    heavy = {"steps": 30, "rows": 50, "tokens": 4000, "row_bytes": 0, "search_bytes": 3e6}
+    first = record(same_as_full=False)
+    second = record(index=1, cost={**heavy, "search_ops": 0})
+    for one in summary([first, second]):
+        assert one.keys_read == 250 / 5000
+        assert one.row_bytes == 4e6 / 40
+        assert one.search_bytes == 4e6 / 40
+        assert one.moved_bytes == 8e6 / 40
+        assert one.search_ops == 2e6 / 40
+        assert one.same_as_full == 0.5
+
+
+def test_what_is_not_known_is_none():
+    nothing = dict.fromkeys(record()["cost"], 0)
+    for cost in (None, nothing):
+        one = summary([record(cost=cost, same_as_full=None)])[0]
+        assert one.keys_read is None
+        assert one.moved_bytes is None
+        assert one.same_as_full is None
+
+
+def test_perplexities_are_averaged_as_logarithms():
+    its = {"metric": "perplexity", "same_as_full": None}
+    cells = summary(
+        [
+            record("book", score=8.0, **its),
+            record("book", index=1, score=2.0, **its),
+            record("code", score=1.0, score_error=0.5, **its),
+        ]
+    )
+    book, code, average = cells
+    assert book.score == pytest.approx(4)
+    assert book.error == pytest.approx(4 * math.log(2))
+    assert (code.score, code.error) == (1, 0.5)
+    assert average.score == pytest.approx(2)
+    assert average.error == pytest.approx(2 * math.hypot(math.log(2), 0.5) / 2)
+    with pytest.raises(ValueError, match="metric must be one of score, perplexity, not 'bleu'"):
+        summary([record(metric="bleu")])
+
+
+def test_cells_stand_in_one_order_whatever_the_order_of_records():
+    cells = summary(sorted(many(), key=lambda one: -one["length"]))
+    assert [one.length for one in cells] == [4096] * 18 + [8192] * 18
+    assert [one.task for one in cells[:3]] == ["vt", "cwe", AVERAGE]
+    assert [one.method for one in cells[:9:3]] == ["full", "lsh:10:150", "streaming"]
+    assert [one.protocol for one in cells[:18:9]] == ["easy", "hard"]
+
+
+# Tables
+
+
+def test_all_tables_say_the_same():
+    cells = summary(many())
+    markdown = markdown_table(cells)
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(terminal_table(cells))
+    terminal = console.export_text()
+    assert markdown.count("**") == 2 * len(tables.tables(cells)) == 8
+    for length in (4096, 8192):
+        for protocol in ("easy", "hard"):
+            assert f"**{length:,} tokens, {protocol}**" in markdown
+            assert f"{length:,} tokens, {protocol}" in terminal
+    for one in cells:
+        assert f"| {one.score:.1f} ± {one.error:.1f} |" in markdown
+        assert f"{one.score:.1f}±{one.error:.1f}" in terminal
+    header, rule, row = markdown.splitlines()[2:5]
+    assert header.split(" | ")[:4] == ["| method", "vt", "cwe", AVERAGE]
+    assert header.count("|") == rule.count("|") == row.count("|")
+    assert "| 20 % | 0.5 | 0.1 | 0.2 | 100 % | 4 |" in row
+    for column in tables.COSTS:
+        assert column in header
+        assert column in terminal
+
+
+def test_tables_show_what_is_missing():
+    some = [
+        *many(lengths=(4096,), methods=("full",)),
+        record("vt", index=0, method="topk:2%", same_as_full=None, cost=None),
+    ]
+    table = tables.tables(summary(some))[0]
+    assert table.rows[1] == [
+        "topk:2%",
+        *("100.0", "?", "100.0 (1 of 2 tasks)"),
+        *("?", "?", "?", "?", "?", "1"),
+    ]
+    some.append(record("cwe", index=0, method="topk:2%"))
+    some.append(record("cwe", index=1, method="topk:2%"))
+    assert tables.tables(summary(some))[0].rows[1][-1] == "1-2"
+
+
+def test_a_single_task_has_no_column_of_averages():
+    table = tables.tables(summary([record(score=12.3456, metric="perplexity")]))[0]
+    assert table.columns == ["vt", *tables.COSTS]
+    assert table.rows[0][1] == "12.346"
+    assert table.title == "4,096 tokens, easy, perplexity"
+
+
+# Reports
+
+
+class Page(HTMLParser):
+    """Texts by tag, attributes of tags, and whether all that was opened was closed."""
+
+    VOID = ("meta", "img", "source")
+
+    def __init__(self, text):
+        super().__init__()
+        self.texts, self.attributes, self.open = {}, {}, []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes.setdefault(tag, []).append(dict(attrs))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        for tag in set(self.open[-2:]):
+            self.texts.setdefault(tag, []).append(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    facts = {**about(), "command": "magicpig eval ruler --samples '<5>'"}
+    write_report(folder, many(), facts, SETTINGS, "RULER & more")
+    return folder
+
+
+def test_a_report_has_results_plots_and_a_page_and_nothing_else(folder):
+    plotted = {"score_by_keys_read.png", "score_by_task.png"}
+    assert {path.name for path in folder.iterdir()} == {"results.json", "report.html", *plotted}
+    for name in plotted:
+        assert (folder / name).read_bytes().startswith(PNG)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["settings"] == json.loads(json.dumps(SETTINGS))
+    assert results["about"]["command"] == "magicpig eval ruler --samples '<5>'"
+    cells = summary(many())
+    assert len(results["cells"]) == len(cells)
+    for one, told in zip(cells, results["cells"], strict=True):
+        assert {name: getattr(one, name) for name in told} == told
+
+
+def test_the_page_stands_alone(folder):
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert "script" not in page.attributes
+    assert "link" not in page.attributes
+    assert not re.search(r"https?://|url\(", text)
+    sources = [image["src"] for image in page.attributes["img"]]
+    sources += [source["srcset"] for source in page.attributes["source"]]
+    assert len(sources) == 4
+    for source in sources:
+        kind, _, data = source.partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data).startswith(PNG)
+    assert all(image["alt"] for image in page.attributes["img"])
+
+
+def test_the_page_says_everything(folder):
+    page = Page((folder / "report.html").read_text())
+    assert page.texts["h1"] == ["RULER & more"]
+    assert page.texts["pre"] == ["magicpig eval ruler --samples '<5>'"]
+    assert len(page.attributes["table"]) == 4
+    for one in summary(many()):
+        assert f"{one.score:.1f}" in "".join(page.texts["td"])
+        assert f"± {one.error:.1f}" in page.texts["small"]
+    terms = page.texts["dt"]
+    for name in (*tables.COSTS, "score", "model", "dense layers", "versions torch"):
+        assert name in terms
+    assert {"hardware cpu", "hardware cores", "hardware isa", "hardware memory"} <= set(terms)
+    columns = set(page.texts["th"])
+    assert set(tables.COSTS) <= columns
+
+
+def test_a_report_of_perplexities(tmp_path):
+    some = [
+        record("book", index=i, method=method, score=10 + i, metric="perplexity", cost=None)
+        for i in range(3)
+        for method in ("full", "lsh:10:150")
+    ]
+    paths = write_report(tmp_path, some, {}, {})
+    assert [path.name for path in paths] == [
+        "results.json",
+        "perplexity_by_task.png",  # nothing is known of keys read
+        "report.html",
+    ]
+    assert "lower is better" in paths[-1].read_text()
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no records"):
+        write_report(tmp_path, [], {}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_fails_leaves_the_last_one_as_it_was(tmp_path, monkeypatch):
+    some = many(lengths=(4096,))
+    write_report(tmp_path, some, {}, {})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_report(tmp_path, some, {}, {"scale": math.nan})
+    monkeypatch.setattr(records.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        write_report(tmp_path, some, {}, {})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'magicpig\[eval\]'"):
+        write_report(tmp_path, many(), {}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+# Plots
+
+
+def test_a_method_has_its_colour_whatever_else_is_drawn():
+    some = plots._styles(["full", "lsh:10:150", "topk:2%"], "light")
+    others = plots._styles(["topk:2%", "h2o:4%", "lsh:10:150", "lsh:8:75", "mine"], "light")
+    for method in ("lsh:10:150", "topk:2%"):
+        assert some[method]["color"] == others[method]["color"]
+    assert len({style["color"] for style in others.values()}) == 5
+    assert len({style["marker"] for style in others.values()}) == 5
+
+
+def test_points_at_one_place_are_moved_apart_and_others_are_left():
+    places = plots._side_by_side([2.0, 50.0, 2.01, 100.0], 1.1)
+    assert places[1::2] == [50.0, 100.0]
+    assert places[2] / places[0] == pytest.approx(1.1)
+    assert math.sqrt(places[0] * places[2]) == pytest.approx(math.sqrt(2.0 * 2.01))
+
+
+def test_methods_that_read_nothing_have_a_place_on_the_axis():
+    ticks, labels = plots._percents(0.9, 160, 0.4)
+    assert labels == ["none", "1 %", "3 %", "10 %", "30 %", "100 %"]
+    assert ticks == sorted(ticks)
+    nothing = {**record()["cost"], "rows": 0}
+    some = [record(method="streaming", cost=nothing), record(index=1, method="streaming")]
+    only_nothing = summary(some[:1])
+    for cells in (summary(some), only_nothing):
+        assert all(data.startswith(PNG) for data in plots.draw(cells, "dark").values())
+    with pytest.raises(ValueError, match="theme must be one of light, dark, not 'blue'"):
+        plots.draw(only_nothing, "blue")
+
+
+# About
+
+
+def test_commands_are_told_as_they_are_typed():
+    assert command(["/some/where/magicpig", "eval", "a b"]) == "magicpig eval 'a b'"
+    assert command(["/x/magicpig/__main__.py", "eval"]) == "python -m magicpig eval"
+    assert command(["benchmarks/decode.py"]) == "benchmarks/decode.py"
+
+
+def test_about_is_ready_for_json():
+    facts = json.loads(json.dumps(about(), allow_nan=False))
+    assert {"magicpig", "torch", "transformers", "python"} <= facts["versions"].keys()
+    assert {"cpu", "cores", "isa", "memory_bytes", "gpus"} <= facts["hardware"].keys()
+    assert re.match(r"\d{4}-\d\d-\d\dT", facts["date"])
