@@ -6,6 +6,7 @@ from test_hf import EVERYTHING, SMALL, assert_same, padded_prompts, run
 from zoo import loaded, make_model
 
 from magicpig import LLM, SamplingParams, hf
+from magicpig.evals.harness import Harness
 from magicpig.models import LoadedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -49,3 +50,58 @@ def test_long_outputs_in_half_precision():
     first, second = (llm.generate("A beginning, and then", params)[0] for _ in range(2))
     assert [c.token_ids for c in first.completions] == [c.token_ids for c in second.completions]
     assert first.completions[0].usage.nbytes.index > 0
+
+
+ALL_READ = [
+    "full",
+    "lsh",
+    "topk:100%",
+    "oracle:100%",
+    "quest:4:100%",
+    "h2o:100%",
+    "loki:100%:100%",
+    "cpu-dense",
+    "kv-stream",
+]
+SOME_READ = ["topk:10%", "oracle:10%", "quest:4:10%", "h2o:10%", "loki:25%:10%", "streaming"]
+
+
+def steps(device, methods):
+    """Logits of some steps of two prompts under every method, and the rows read."""
+    here = loaded("llama")
+    model = LoadedModel(here.model.to(device), here.tokenizer, "llama", here.path)
+    harness = Harness(model, methods, window=SMALL, dense_layers=[])
+    kvs = [
+        kv
+        for tokens in (150, 211)
+        for kv in harness.read([i * 7 % 200 + 3 for i in range(tokens)]).kvs
+    ]
+    for _ in range(40):
+        logits = harness.step(kvs, [5] * len(kvs))
+    return logits.cpu(), [kv.cost for kv in kvs]
+
+
+def test_every_method_gives_the_numbers_of_the_cpu():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    methods = [*ALL_READ, *SOME_READ]
+    (here, here_costs), (there, there_costs) = (steps(d, methods) for d in ("cpu", "cuda"))
+    for prompt in range(2):
+        first = prompt * len(methods)
+        for i in range(len(ALL_READ)):
+            assert torch.allclose(there[first + i], here[first], atol=5e-3), methods[i]
+    for method, cpu, gpu in zip(methods * 2, here_costs, there_costs, strict=True):
+        if not method.startswith(("lsh", "oracle")):
+            assert cpu == gpu, method
+
+
+def test_samples_are_drawn_alike_on_both():
+    """A step after the prompt, before small differences make the sequences part."""
+    for method in SOME_READ:
+        outs = []
+        for device in ("cpu", "cuda"):
+            here = loaded("llama")
+            model = LoadedModel(here.model.to(device), here.tokenizer, "llama", here.path)
+            harness = Harness(model, [method], window=SMALL, dense_layers=[])
+            kvs = harness.read([i * 7 % 200 + 3 for i in range(150)]).kvs
+            outs.append(harness.step(kvs, [5]).cpu())
+        assert torch.allclose(*outs, atol=2e-2), method

@@ -51,13 +51,13 @@ class H2O(TensorMethod):
         return Mass(none, none)
 
     def watch(self, layer: TensorLayer, window_tokens: int, mass: Tensor | None) -> None:
-        state: Mass = layer.state
-        state.near = pad(state.near, (0, window_tokens - state.near.shape[1]))
         if mass is None:
             raise ValueError(
                 "h2o needs the attention that a prompt's tokens got: it cannot go on from a "
                 "text that was read by another method"
             )
+        state: Mass = layer.state
+        state.near = pad(state.near, (0, window_tokens - state.near.shape[1]))
         sinks, far = layer.config.sinks, state.far.shape[1]
         mass = mass.to(state.near)
         state.far = state.far + mass[:, sinks : sinks + far]

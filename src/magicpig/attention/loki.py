@@ -43,7 +43,8 @@ class Loki(ChoosingMethod):
         tokens, dims]."""
         wide = keys.float()
         centred = wide - wide.mean(1, keepdim=True)
-        _, components = torch.linalg.eigh(centred.transpose(1, 2) @ centred)  # ascending
+        spread = (centred.transpose(1, 2) @ centred).nan_to_num(0, 0, 0)  # eigh refuses NaN
+        _, components = torch.linalg.eigh(spread)  # ascending
         basis = components[..., -share_of(self.dims, keys.shape[2]) :]
         return basis, (wide @ basis).to(keys.dtype)
 

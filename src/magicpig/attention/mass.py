@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from magicpig.attention.in_torch import SCORES_AT_ONCE
+SCORES_AT_ONCE = 2**20  # floats: they stay in the cache
 
 
 def attention_mass(
@@ -17,22 +17,24 @@ def attention_mass(
     kv_heads, tokens = keys.shape[1:3]
     mass = torch.zeros(batch, kv_heads, tokens, device=keys.device)
     at_once = max(1, SCORES_AT_ONCE // (batch * heads * tokens))
-    positions = torch.arange(tokens - num_queries, tokens, device=keys.device)
+    if keys.device.type != "cpu":
+        at_once = num_queries
     for first in range(0, num_queries, at_once):
-        part = slice(first, min(first + at_once, num_queries))
-        seen = int(positions[part][-1]) + 1 if mask is None else tokens
-        grouped = queries[:, :, part].reshape(batch, kv_heads, -1, dim)
-        scores = (grouped @ keys[:, :, :seen].transpose(2, 3)).float() * scale
+        last = min(first + at_once, num_queries)
+        seen = tokens - num_queries + last if mask is None else tokens
+        grouped = queries[:, :, first:last].reshape(batch, kv_heads, -1, dim)
+        scores = (grouped @ keys[:, :, :seen].transpose(2, 3)).float().mul_(scale)
         if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.view(batch, heads, -1, seen)
-        if mask is None:
-            behind = torch.arange(seen, device=keys.device) > positions[part, None]
-            scores = scores.masked_fill_(behind, -torch.inf)
-        elif mask.dtype == torch.bool:
-            scores = scores.masked_fill_(~mask[:, :, part], torch.finfo(torch.float32).min)
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        by_head = scores.view(batch, heads, last - first, seen)
+        if mask is None:  # of the queries at hand, each sees the part of them up to itself
+            own = torch.ones(last - first, last - first, dtype=torch.bool, device=keys.device)
+            by_head[..., seen - (last - first) :].masked_fill_(own.triu_(1), -torch.inf)
+            weights = by_head.softmax(-1)
         else:
-            scores = scores + mask[:, :, part]
-        weights = scores.softmax(-1).view(batch, kv_heads, -1, seen)
-        mass[:, :, :seen] += weights.sum(2)
+            part = mask[:, :, first:last]
+            shown = part if part.dtype == torch.bool else part == 0
+            weights = by_head.masked_fill_(~shown, -torch.inf).softmax(-1)
+            weights.masked_fill_(~shown.any(-1, keepdim=True), 0.0)  # padding sees nothing
+        mass[:, :, :seen] += weights.view(scores.shape).sum(2)
     return mass

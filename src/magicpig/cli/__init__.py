@@ -1,4 +1,4 @@
-"""The command line: `magicpig generate`, `doctor`, `pull`."""
+"""The command line: `magicpig generate`, `eval`, `analyze`, `pull`, `doctor`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import typer
 
 from magicpig.cli.doctor import doctor
+from magicpig.cli.evaluate import app as evaluate
 from magicpig.cli.generate import generate
 from magicpig.cli.pull import pull
 from magicpig.cli.report import INTERRUPTED, reported
@@ -40,6 +41,8 @@ def root(
 
 for command in (generate, pull, doctor):
     app.command(rich_help_panel="Commands")(reported(command))
+
+app.add_typer(evaluate, rich_help_panel="Commands")
 
 
 def main() -> None:

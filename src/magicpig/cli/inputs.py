@@ -77,3 +77,29 @@ def layer_list(text: str | None) -> list[int] | None:
         raise ValueError(
             f"--dense-layers must be numbers with commas between, like 0,15, not {text!r}"
         ) from None
+
+
+def length_list(text: str) -> list[int]:
+    """Numbers of tokens from a text like 4k,8192; k is 1,024."""
+    lengths = []
+    for word in (part.strip().lower() for part in text.split(",")):
+        number, unit = (word[:-1], 1024) if word.endswith("k") else (word, 1)
+        if not number.isdigit() or int(number) == 0:
+            raise ValueError(f"a length must be a number of tokens, like 4k or 6000, not {word!r}")
+        lengths.append(int(number) * unit)
+    return lengths
+
+
+def word_list(
+    flag: str, text: str, known: Sequence[str], default: Sequence[str] | None = None
+) -> list[str]:
+    """Names from a text like a,b; `all` is the default ones."""
+    if text.strip() == "all":
+        return list(known if default is None else default)
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{flag} must be all or some of {', '.join(known)}, not {word!r}")
+    if not words:
+        raise ValueError(f"{flag} is empty: name some of {', '.join(known)}, or all")
+    return words

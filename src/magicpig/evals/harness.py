@@ -52,6 +52,9 @@ class Harness:
         self.methods = [plan.method.spec for plan in self.plans]
         if len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods must differ from each other: {', '.join(self.methods)}")
+        self.dense_layers = sorted(
+            frozenset[int]().union(*(plan.dense_layers for plan in self.plans))
+        )
         self.model_name = loaded.name
         self.tokenizer = loaded.tokenizer
         self.identity = identity(loaded.model)
@@ -66,20 +69,42 @@ class Harness:
 
     def read(self, prompt_ids: list[int], on_part: Callable[[int], None] | None = None) -> Read:
         """Reads a prompt exactly. on_part: told how many tokens are read."""
-        if not prompt_ids:
-            raise ValueError("the prompt is empty: it has no tokens")
-        if len(prompt_ids) > self.max_length:
-            raise ValueError(
-                f"the prompt has {len(prompt_ids)} tokens, the model's context holds "
-                f"{self.max_length}"
-            )
+        return self.read_parts([prompt_ids], on_part=on_part)[0]
+
+    def read_parts(
+        self,
+        parts: Sequence[list[int]],
+        methods: Sequence[str] | None = None,
+        on_part: Callable[[int], None] | None = None,
+    ) -> list[Read]:
+        """Reads a prompt, and gives it as it is after each of its parts.
+
+        methods: some of the harness's; None: all.
+        """
+        prompt_ids = [token for part in parts for token in part]
+        self._check(parts, len(prompt_ids))
+        plans = [self.plans[self.methods.index(method)] for method in methods or self.methods]
+        reads = []
         with self.runner.threads():
             prefill = self.runner.begin(prompt_ids, watch=self._watches)
-            while prefill.done < len(prompt_ids):
-                logits = self.runner.prefill(prefill)
-                if on_part:
-                    on_part(prefill.done)
-            return Read(self.runner.finish_under(prefill, self.plans), logits.float())
+            for part in parts:
+                prefill.prompt_ids = prompt_ids[: prefill.done + len(part)]
+                while prefill.done < len(prefill.prompt_ids):
+                    logits = self.runner.prefill(prefill)
+                    if on_part:
+                        on_part(prefill.done)
+                reads.append(Read(self.runner.finish_under(prefill, plans), logits.float()))
+        return reads
+
+    def _check(self, parts: Sequence[list[int]], tokens: int) -> None:
+        if not parts or not all(parts):
+            raise ValueError("the prompt is empty: it has no tokens")
+        if len(parts) > 1 and any(len(part) == 1 for part in parts):
+            raise ValueError("parts of a prompt must have two tokens at least, not one")
+        if tokens > self.max_length:
+            raise ValueError(
+                f"the prompt has {tokens} tokens, the model's context holds {self.max_length}"
+            )
 
     def step(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
         """One token of each sequence; logits [batch, vocab] after it, in float32."""

@@ -151,13 +151,19 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
 
     def to_sequences(self, new_rows: Sequence[NewRow]) -> list[SequenceLayer]:
         """The prompt of a batch of one, once for each; they share what they can."""
-        assert self.prompt
         assert not self.known
-        keys, values = self.prompt.row(0, 0, None)
+        if self.prompt:
+            shape = self._shape(self.prompt.tensors[0])
+            keys, values = self.prompt.row(0, 0, None)
+            mass = None if self.mass is None else self.mass[0]
+        else:  # of one token, which saw itself
+            shape = self.rows[0].shape
+            keys, values = self.rows[0].read()
+            mass = keys.new_full(keys.shape[:2], shape.num_heads // shape.num_kv_heads)
         rows: list[SequenceLayer] = []
         for new_row in new_rows:
-            row = new_row(self._shape(self.prompt.tensors[0]))
-            row.extend(keys, values, None if self.mass is None else self.mass[0])
+            row = new_row(shape)
+            row.extend(keys, values, mass)
             if isinstance(row, TensorLayer):
                 row.share(rows)
             rows.append(row)
@@ -216,6 +222,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     ) -> Tensor:
         self.num_heads = queries.shape[1]
         if queries.shape[2] > 1:
+            if any(row.evicts for row in self.known):
+                mask = None  # it has places of evicted tokens too; there is no padding
             seen = None if self.span else mask  # what slid away is in the mask, not in the keys
             out = exact_attention(queries, keys, values, seen, scale, softcap, self.span)
             if self.watch:
@@ -256,7 +264,11 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     def _check_visible(self, visible: Tensor | None) -> None:
         if visible is None:
             return
-        seen, there = visible.sum(-1).tolist(), [row.num_tokens + 1 for row in self.rows]
+        seen = visible.sum(-1).tolist()
+        there = [
+            shown if row.evicts else row.num_tokens + 1
+            for shown, row in zip(seen, self.rows, strict=True)
+        ]
         if seen != there:
             raise ValueError(
                 f"the attention mask shows {seen} tokens of the rows, the cache holds {there}: "
@@ -272,6 +284,11 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             self.prompt = Prompt(keep, self.expected)
             return
         if self.visible is not None:
+            if any(row.evicts for row in self.rows):
+                raise ValueError(
+                    "tokens of padded prompts were evicted: such a cache takes single tokens only; "
+                    "begin a new one, or use a method that keeps all tokens"
+                )
             new = self.num_seen - self.visible.shape[1]
             decoded = torch.ones(len(self.rows), new, dtype=torch.bool)
             self.visible = torch.cat([self.visible, decoded], 1)
@@ -298,6 +315,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                 self._gather(torch.empty(0, dtype=self.rows[0].shape.dtype))
             assert self.prompt
             self.prompt.crop(-tokens_to_remove)
+            if self.mass is not None:
+                self.mass = self.mass[:, :, : self.prompt.num_tokens]
             self.num_seen = self.num_gathered = max(0, self.num_seen + tokens_to_remove)
             if self.num_seen < self.num_known:
                 self.known, self.num_known = [], 0
@@ -310,6 +329,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         elif self.prompt:
             self.prompt.select(indices)
             self.known = [self.known[i].fork() for i in indices.tolist()] if self.known else []
+            if self.mass is not None:
+                self.mass = self.mass[indices.to(self.mass.device)]
         if self.visible is not None:
             self.visible = self.visible[indices.cpu()]
 

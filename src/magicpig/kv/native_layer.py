@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -46,6 +47,7 @@ class NativeLayer(SequenceLayer):
         self.window = _native.Window(self.far._native)
         self._next_far: Future[LayerKV] | None = None
         self._builder_process = 0
+        self._book(Cost())
 
     @classmethod
     def step(
@@ -101,7 +103,7 @@ class NativeLayer(SequenceLayer):
             values = torch.cat([old_values, values.to(old_values)], 1)
         far = self.far.fork()
         far.append(keys[:, :moved], values[:, :moved])
-        self.far = far
+        self._replace_far(far)
         self.window.drop(self.config.sinks, recent)
         self._append(keys[:, moved:], values[:, moved:])
 
@@ -129,13 +131,20 @@ class NativeLayer(SequenceLayer):
         if self._next_far and (wait or recent >= config.local + 2 * config.block):
             # Before its result is asked for, so that a failed one is begun anew.
             job, self._next_far = self._next_far, None
-            self.far = job.result().fork()
+            self._replace_far(job.result().fork())
             self.window.drop(config.sinks, config.block)
             recent -= config.block
         if not self._next_far and recent >= config.local + config.block:
             tokens = read_tokens(self.window, self.far, config.sinks, config.block)
             self._builder_process = os.getpid()
             self._next_far = _builder(self._builder_process).submit(_extended, self.far, *tokens)
+
+    def _replace_far(self, far: LayerKV) -> None:
+        self._book(self.cost)  # what steps over the other one took
+        self.far = far
+
+    def _book(self, cost: Cost) -> None:
+        self._booked, self._booked_reads = cost, self.window.far_reads
 
     def read_window(self) -> tuple[Tensor, Tensor]:
         """Keys and values [num_kv_heads, tokens, head_dim] of the window, copied."""
@@ -156,6 +165,7 @@ class NativeLayer(SequenceLayer):
         other = copy.copy(self)
         other.far = self.far.fork()
         other.window = self.window.fork()
+        other._book(Cost())
         return other
 
     def empty(self) -> NativeLayer:
@@ -188,20 +198,30 @@ class NativeLayer(SequenceLayer):
 
     @property
     def cost(self) -> Cost:
-        steps, rows, tokens, visited = self.window.far_reads
-        if not (index := self.far.index) or not self.far.nbytes.index:
-            group = self.shape.num_heads // self.shape.num_kv_heads
-            return Cost(steps, rows, tokens, rows // group * self.shape.row_bytes)
-        queries = steps * self.shape.num_heads
-        borders = 2 * 4 * index.num_tables * queries * len(self.far.segment_sizes)
-        bits = index.bits_per_table * index.num_tables
+        reads = self.window.far_reads
+        since = (now - then for now, then in zip(reads, self._booked_reads, strict=True))
+        return replace(self._booked + self._spent(*since), steps=reads[0])
+
+    def _spent(self, steps: int, rows: int, tokens: int, visited: int) -> Cost:
+        """Of steps over the far context as it is.
+
+        visited: entries of hash buckets.
+        """
+        shape, index, sizes = self.shape, self.far.index, self.far.segment_sizes
+        queries = tokens // max(sum(sizes), 1)
+        indexed = [size for size in sizes if index and size >= index.shortest_indexed]
+        whole = queries * (sum(sizes) - sum(indexed))  # rows of segments that are read whole
+        row_bytes = whole * shape.num_kv_heads // shape.num_heads * shape.row_bytes
+        if not index or not indexed:
+            return Cost(steps, rows, tokens, row_bytes)
+        borders = 2 * 4 * index.num_tables * len(indexed)
         return Cost(
             steps,
             rows,
             tokens,
-            rows * (self.shape.row_bytes + 4),  # the key's norm is read along
-            2 * visited + borders,
-            queries * bits * self.shape.head_dim,
+            row_bytes + (rows - whole) * (shape.row_bytes + 4),  # keys' norms are read along
+            2 * visited + queries * borders,
+            queries * index.bits_per_table * index.num_tables * shape.head_dim,
         )
 
 

@@ -61,12 +61,13 @@ class TensorLayer(SequenceLayer):
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        seats = cls._together(layers)
-        seats.append(keys.to(seats.keys), values.to(seats.keys))
-        out = layers[0].method.attend(layers, seats, queries.float(), scale, softcap)
-        for layer in layers:
-            layer._near_rows += layer.shape.num_heads * seats.lengths[layer.seat]
-        return out.to(queries.dtype)
+        with torch.inference_mode():
+            seats = cls._together(layers)
+            seats.append(keys.to(seats.keys), values.to(seats.keys))
+            out = layers[0].method.attend(layers, seats, queries.float(), scale, softcap)
+            for layer in layers:
+                layer._near_rows += layer.shape.num_heads * seats.lengths[layer.seat]
+        return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
     @staticmethod
     def _together(layers: Sequence[TensorLayer]) -> Seats:
@@ -109,7 +110,9 @@ class TensorLayer(SequenceLayer):
         self.method.watch(self, keys.shape[1], mass)
         self._sit_alone(keys, values)
         sinks, local, block = self.config.sinks, self.config.local, self.config.block
-        moved = keys.shape[1] - sinks - local
+        if window_keys.shape[1] >= sinks + local + block:
+            self._move(block)  # which was full before, and goes by itself
+        moved = self.seats.lengths[self.seat] - sinks - local
         if moved >= block:
             self._move(moved)
 
