@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 UNKNOWN = "?"
+SIDE_BY_SIDE = 5  # methods, on a terminal
 COSTS = {
     "keys read": "Share of the far keys that entered the output.",
     "MB/token": "Megabytes (10^6 bytes) moved per decoded token to attend to the far context: key "
@@ -76,20 +77,24 @@ def markdown_table(cells: Sequence[Cell]) -> str:
 
 
 def terminal_table(cells: Sequence[Cell]) -> RenderableType:
-    """Tables for rich's console: methods side by side, since tasks are many and names are long."""
+    """Tables for rich's console: a few methods side by side, since tasks are many."""
     from rich.console import Group
     from rich.table import Table as RichTable
 
     shown: list[RenderableType] = []
     for table in tables(cells):
-        rich = RichTable(title=table.title, title_justify="left", padding=(0, 1, 0, 0), box=None)
-        rich.add_column("", no_wrap=True)
-        for row in table.rows:
-            rich.add_column(row[0], justify="right")
-        for i, column in enumerate(table.columns, 1):
-            texts = [row[i].replace(" ± ", "±") for row in table.rows]
-            rich.add_row(column, *texts, style="bold" if column == AVERAGE else None)
-        shown += ["", rich] if shown else [rich]
+        for first in range(0, len(table.rows), SIDE_BY_SIDE):
+            methods = table.rows[first : first + SIDE_BY_SIDE]
+            rich = RichTable(
+                title=table.title, title_justify="left", padding=(0, 1, 0, 0), box=None
+            )
+            rich.add_column("", no_wrap=True)
+            for row in methods:
+                rich.add_column(row[0], justify="right", no_wrap=True)
+            for i, column in enumerate(table.columns, 1):
+                texts = [row[i].replace(" ± ", "±") for row in methods]
+                rich.add_row(column, *texts, style="bold" if column == AVERAGE else None)
+            shown += ["", rich] if shown else [rich]
     return Group(*shown)
 
 
