@@ -41,15 +41,12 @@ class Method(Strict, ABC):
         words = [self.name]
         for i, field in enumerate(fields(self)):
             value = getattr(self, field.name)
+            word = f"{100 * value:.12g}%" if isinstance(field.default, float) else str(value)
             if i < self.num_shown:
-                words.append(_written(value))
+                words.append(word)
             elif value != field.default:
-                words.append(f"{field.name}={_written(value)}")
+                words.append(f"{field.name}={word}")
         return ":".join(words)
-
-
-def _written(value: object) -> str:
-    return f"{100 * value:.12g}%" if isinstance(value, float) else str(value)
 
 
 def check_share(name: str, value: object) -> None:

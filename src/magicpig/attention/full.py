@@ -41,6 +41,5 @@ def spend_on_all(layers: Sequence[TensorLayer], far: FarTokens) -> None:
     """The cost of reading every row, once for a group."""
     for layer, tokens in zip(layers, far.lengths, strict=True):
         shape = layer.shape
-        layer.spend(rows=shape.num_heads * tokens)
-        saved = (shape.num_heads - shape.num_kv_heads) * tokens * shape.row_bytes
-        layer.spend(row_bytes=-saved)
+        rows, row_bytes = shape.num_heads * tokens, shape.num_kv_heads * tokens * shape.row_bytes
+        layer.spend({"rows": rows, "row_bytes": row_bytes})

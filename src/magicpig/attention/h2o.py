@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 
 from magicpig.attention.base import check_share, share_of
 from magicpig.attention.tensor_method import Scoring, TensorMethod
+from magicpig.kv.base import LayerShape
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.seats import Seats
 from magicpig.kv.tensor_layer import TensorLayer
@@ -30,6 +32,26 @@ class Mass:
 
     far: Tensor
     near: Tensor
+
+
+def _fitted(sums: Tensor, tokens: int) -> Tensor:
+    """Of so many tokens; what lies behind them is zero."""
+    return pad(sums, (0, tokens - sums.shape[-1]))
+
+
+def _tokens(far: FarTokens, near_keys: Tensor) -> int:
+    return far.num_tokens + near_keys.shape[2]
+
+
+@lru_cache(maxsize=1024)
+def _read(shape: LayerShape, seen: int, kept: int) -> dict[str, int]:
+    """The cost of a step: all that was kept, once for a group."""
+    return {
+        "steps": 1,
+        "tokens": shape.num_heads * seen,
+        "rows": shape.num_heads * kept,
+        "row_bytes": shape.num_kv_heads * kept * shape.row_bytes,
+    }
 
 
 @dataclass(frozen=True)
@@ -85,32 +107,42 @@ class H2O(TensorMethod):
         softcap: float | None,
     ) -> Tensor:
         scoring = Scoring(scale, softcap)
-        return torch.stack(
-            [
-                self._attend_one(layer, *seats.window(i), queries[i], scoring)
-                for i, layer in enumerate(layers)
-            ]
+        far = seats.far = FarTokens.stack([layer.far for layer in layers])
+        keys, values, hidden = seats.tokens
+        scores = [
+            scores if mask is None else scores.masked_fill(mask, -torch.inf)
+            for scores, mask in (
+                (scoring(queries, far.keys), far.hidden),
+                (scoring(queries, keys), hidden),
+            )
+        ]
+        weights = torch.cat(scores, -1).softmax(-1).view(*keys.shape[:2], -1, _tokens(far, keys))
+        got = weights.sum(2)  # [batch, kv_heads, far and near tokens]
+        self._gather(seats, got[..., : far.num_tokens], got[..., far.num_tokens :])
+        for layer, kept in zip(layers, far.lengths, strict=True):
+            layer.spend(_read(layer.shape, layer.far_seen, kept))
+        rows = torch.cat([far.values, values], 2)
+        return (weights @ rows.float()).flatten(1, 2)
+
+    @staticmethod
+    def _gather(seats: Seats, far: Tensor, near: Tensor) -> None:
+        """Adds to what tokens of the batch got since they sit there."""
+        sums = seats.sums or (torch.zeros_like(far), torch.zeros_like(near))
+        seats.sums = (
+            _fitted(sums[0], far.shape[2]) + far,
+            _fitted(sums[1], near.shape[2]) + near,
         )
 
-    def _attend_one(
-        self, layer: TensorLayer, keys: Tensor, values: Tensor, query: Tensor, scoring: Scoring
-    ) -> Tensor:
+    def collect(self, layer: TensorLayer) -> None:
+        if layer.seats.sums is None:
+            return
         state: Mass = layer.state
-        far, heads = layer.far.num_tokens, layer.shape.num_heads
-        keys = torch.cat([layer.far.keys[0], keys], 1)[None]
-        values = torch.cat([layer.far.values[0], values], 1)
-        weights = scoring(query[None], keys)[0].softmax(-1)  # [heads, tokens]
-        grouped = weights.view(layer.shape.num_kv_heads, -1, weights.shape[1])
-        got = grouped.sum(1)
-        state.far = state.far + got[:, :far]
-        state.near = pad(state.near, (0, 1)) + got[:, far:]
-        layer.spend(
-            steps=1,
-            tokens=heads * layer.far_seen,
-            rows=heads * far,
-            row_bytes=-(heads - layer.shape.num_kv_heads) * far * layer.shape.row_bytes,
-        )
-        return (grouped @ values.float()).flatten(0, 1)
+        far, near = (part[layer.seat] for part in layer.seats.sums)
+        window = layer.seats.lengths[layer.seat]
+        state.near = _fitted(state.near, window) + _fitted(near, window)
+        state.far = state.far + _fitted(far, state.far.shape[1])
+        far.zero_()
+        near.zero_()
 
     def attend_far(
         self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring

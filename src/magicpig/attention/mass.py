@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 SCORES_AT_ONCE = 2**20  # floats: they stay in the cache
+SCORES_AT_ONCE_ON_GPU = 2**28
 
 
 def attention_mass(
@@ -16,9 +17,8 @@ def attention_mass(
     batch, heads, num_queries, dim = queries.shape
     kv_heads, tokens = keys.shape[1:3]
     mass = torch.zeros(batch, kv_heads, tokens, device=keys.device)
-    at_once = max(1, SCORES_AT_ONCE // (batch * heads * tokens))
-    if keys.device.type != "cpu":
-        at_once = num_queries
+    scores_at_once = SCORES_AT_ONCE if keys.device.type == "cpu" else SCORES_AT_ONCE_ON_GPU
+    at_once = max(1, scores_at_once // (batch * heads * tokens))
     for first in range(0, num_queries, at_once):
         last = min(first + at_once, num_queries)
         seen = tokens - num_queries + last if mask is None else tokens

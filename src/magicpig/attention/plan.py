@@ -17,13 +17,17 @@ from magicpig.kv.sequence import SequenceKV
 
 @dataclass(frozen=True)
 class Plan:
-    """method: of all layers but the dense ones, which read every row."""
+    """method: of all layers but the dense ones, which read every row.
+
+    Exact methods have all layers; dense ones are left out of their cost too, so that costs compare.
+    """
 
     method: Method
     dense_layers: frozenset[int] = frozenset()
 
     def of(self, layer: int) -> Method:
-        return Full() if layer in self.dense_layers else self.method
+        dense = layer in self.dense_layers and not self.method.exact
+        return Full() if dense else self.method
 
     def new_layer(
         self, layer: int, shape: LayerShape, window: WindowConfig, span: int | None = None
@@ -86,4 +90,4 @@ def make_plan(
         dense_layers = (0, num_layers // 2)
     for layer in dense_layers:
         check_int("dense_layers", layer, 0, num_layers - 1)
-    return Plan(method, frozenset() if method.exact else frozenset(dense_layers))
+    return Plan(method, frozenset(dense_layers))

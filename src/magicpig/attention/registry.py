@@ -58,13 +58,17 @@ def parse(spec: str) -> Method:
     if kind is None:
         raise ValueError(f"method must be one of {', '.join(methods())}, not {name!r}")
     names = [field.name for field in fields(kind)]
+    takes = ", ".join(names) or "no parameters"
     given: dict[str, object] = {}
     for i, word in enumerate(words):
         key, equals, text = word.rpartition("=")
+        if equals and key not in names:
+            raise ValueError(f"{spec!r}: there is no parameter {key!r}; {name} takes {takes}")
         if not equals:
             if i >= len(names):
-                takes = ", ".join(names) or "no parameters"
                 raise ValueError(f"{spec!r} has too many parameters; {name} takes {takes}")
+            if list(given) != names[:i]:
+                raise ValueError(f"{spec!r}: {word!r} comes after a named parameter: name it too")
             key = names[i]
         if key in given:
             raise ValueError(f"{spec!r} gives {key} twice")

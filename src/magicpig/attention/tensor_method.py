@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -101,6 +102,9 @@ class TensorMethod(Method):
     def watch(self, layer: TensorLayer, window_tokens: int, mass: Tensor | None) -> None:
         """Of tokens that were added to a window; see SequenceLayer.extend."""
 
+    def collect(self, layer: TensorLayer) -> None:
+        """Before a layer leaves its seats or changes there: what its steps left with them."""
+
     def attend(
         self,
         layers: Sequence[TensorLayer],
@@ -116,7 +120,7 @@ class TensorMethod(Method):
         keys, values, hidden = seats.tokens
         out, lse = attend_to_all(queries, keys, values, scoring, hidden)
         for layer in layers:
-            layer.spend(steps=1, tokens=layer.shape.num_heads * layer.far_seen)
+            layer.spend(_asked(layer.shape, layer.far_seen))
         if not far.num_tokens:
             return out
         return merge(out, lse, *self.attend_far(layers, far, queries, scoring))[0]
@@ -148,27 +152,39 @@ class ChoosingMethod(TensorMethod):
         if isinstance(choice.num_rows, Tensor):
             layers[0].seats.drawn += choice.num_rows
         for i, layer in enumerate(layers):
-            searched, ops = self.search_cost(layer.shape, far.lengths[i])
-            layer.spend(search_bytes=searched, search_ops=ops)
+            layer.spend(_searched(self, layer.shape, far.lengths[i]))
             if not isinstance(choice.num_rows, Tensor):
-                layer.spend(rows=choice.num_rows[i])
+                layer.spend_rows(choice.num_rows[i])
         return attend_to_chosen(queries, far, choice, scoring)
+
+
+@lru_cache(maxsize=1024)
+def _asked(shape: LayerShape, tokens: int) -> dict[str, int]:
+    """The cost of a step, whatever it reads."""
+    return {"steps": 1, "tokens": shape.num_heads * tokens}
+
+
+@lru_cache(maxsize=1024)
+def _searched(method: ChoosingMethod, shape: LayerShape, tokens: int) -> dict[str, int]:
+    """The cost of a choice."""
+    read, ops = method.search_cost(shape, tokens) if tokens else (0, 0)
+    return {"search_bytes": read, "search_ops": ops}
 
 
 def attend_to_chosen(
     queries: Tensor, far: FarTokens, choice: Choice, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over chosen rows, which alone are read."""
-    batch, heads, _ = queries.shape
-    sequences = torch.arange(batch, device=queries.device)[:, None, None]
-    kv_heads = torch.arange(heads, device=queries.device) // (heads // far.keys.shape[1])
-    at = (sequences, kv_heads[None, :, None], choice.ids)
-    scores = scoring.bend((far.keys[at].float() @ queries[..., None]).squeeze(-1))
+    batch, heads, dim = queries.shape
+    by_kv_head = choice.ids.reshape(batch, far.keys.shape[1], -1) + far.first_rows
+    at = by_kv_head.view(batch, heads, -1)
+    keys, values = far.keys.view(-1, dim)[at], far.values.view(-1, dim)[at]
+    scores = scoring.bend((keys.float() @ queries[..., None]).squeeze(-1))
     if choice.log_weights is not None:
         scores = scores + choice.log_weights
     lse = scores.logsumexp(-1)
     weights = (scores - _finite(lse)[..., None]).exp()
-    return (weights[:, :, None] @ far.values[at].float()).squeeze(2), lse
+    return (weights[:, :, None] @ values.float()).squeeze(2), lse
 
 
 def best(scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor | None]:

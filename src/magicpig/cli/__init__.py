@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from magicpig.cli.analyze import analyze
 from magicpig.cli.doctor import doctor
 from magicpig.cli.evaluate import app as evaluate
 from magicpig.cli.generate import generate
@@ -39,7 +40,7 @@ def root(
     pass
 
 
-for command in (generate, pull, doctor):
+for command in (generate, analyze, pull, doctor):
     app.command(rich_help_panel="Commands")(reported(command))
 
 app.add_typer(evaluate, rich_help_panel="Commands")

@@ -31,6 +31,7 @@ from magicpig.kv.sequence import SequenceKV, step
 from magicpig.nn import pack
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
+PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
 
 
 class DecodeLayer(TaggedLayer):
@@ -75,12 +76,13 @@ class Prefill:
     prompt_ids: list[int]
     cache: Cache
     done: int = 0
+    part_tokens: int = PREFILL_TOKENS
 
     @property
     def next_part(self) -> list[int]:
-        """About PREFILL_TOKENS tokens, and never one alone, which would count as a decode step."""
+        """About part_tokens tokens, and never one alone, which would count as a decode step."""
         left = len(self.prompt_ids) - self.done
-        parts = -(-left // PREFILL_TOKENS)
+        parts = -(-left // self.part_tokens)
         return self.prompt_ids[self.done : self.done + -(-left // parts)]
 
 
@@ -134,6 +136,8 @@ class Runner:
             self.device.type == "cpu" and self.dtype == torch.bfloat16 and not torch_has_tiles()
         )
         self.plan = plan
+        on_cpu = self.device.type == "cpu"
+        self.part_tokens = PREFILL_TOKENS if on_cpu else PREFILL_TOKENS_ON_GPU
         self.window = window
         config = model.config.get_text_config(decoder=True)
         check_supported(config)
@@ -172,7 +176,7 @@ class Runner:
                 else copy.deepcopy(layer)
                 for layer in known.layers
             ]
-            return Prefill(prompt_ids, Cache(layers), known.num_tokens)
+            return Prefill(prompt_ids, Cache(layers), known.num_tokens, self.part_tokens)
         layers = list(DynamicCache(config=self.model.config).layers)
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
@@ -182,7 +186,7 @@ class Runner:
             elif type(layer) is DynamicSlidingWindowLayer:
                 span = layer.sliding_window
                 layers[i] = BatchLayer(partial(self._new_row, self.plan, i, span), span)
-        return Prefill(prompt_ids, Cache(layers))
+        return Prefill(prompt_ids, Cache(layers), part_tokens=self.part_tokens)
 
     def _new_row(self, plan: Plan, i: int, span: int | None, shape: LayerShape) -> SequenceLayer:
         return plan.new_layer(i, shape, self.window, span)

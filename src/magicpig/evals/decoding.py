@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from magicpig.evals.harness import Harness
+from magicpig.kv.cost import Cost
 from magicpig.kv.sequence import SequenceKV
 
 
@@ -15,16 +16,20 @@ from magicpig.kv.sequence import SequenceKV
 class Answer:
     """An answer on its way.
 
+    method: its spec.
     forced: tokens that are fed first, whatever the model says; the answer comes after them.
     token_ids: the answer's. last: the newest token, which is not fed yet.
+    cost: of its steps, once it is finished.
     """
 
+    method: str
     kv: SequenceKV
     max_tokens: int
     forced: list[int]
     token_ids: list[int] = field(default_factory=list)
     last: int = -1
     finished: bool = False
+    cost: Cost = Cost()  # noqa: RUF009
 
     def take(self, token: int, end_token_ids: frozenset[int]) -> None:
         """The likeliest next token; while there are forced ones, the next of those instead."""
@@ -50,13 +55,13 @@ def decode(
         if answer.last < 0 and not answer.finished:
             answer.take(-1, harness.end_token_ids)
     running = [answer for answer in answers if not answer.finished]
-    # Sequences that leave make the others sit together anew: on a GPU that costs more than to
-    # take finished ones along for a while.
-    patience = 1 if harness.runner.device.type == "cpu" else 2
+    on_cpu = harness.runner.device.type == "cpu"
     while any(not answer.finished for answer in running):
         left = [answer for answer in running if not answer.finished]
-        if len(running) >= patience * len(left):
-            running = left
+        # Sequences that leave make others of their method sit together anew: on a GPU that takes
+        # more time and memory than to take finished ones along until all of a method are.
+        methods = {answer.method for answer in left}
+        running = left if on_cpu else [a for a in running if a.method in methods]
         logits = harness.step([a.kv for a in running], [a.last for a in running])
         best = logits.argmax(-1).tolist()
         finite = torch.isfinite(logits.sum(-1)).tolist()
@@ -66,5 +71,7 @@ def decode(
             if not fine:
                 raise RuntimeError("the model gave numbers that are not finite")
             answer.take(token, harness.end_token_ids)
+            if answer.finished:
+                answer.cost = answer.kv.cost
         if on_step:
             on_step(len(left))

@@ -115,12 +115,12 @@ def _read(
     if hard:
         for method, kv in zip(methods, reads[0].kvs, strict=True):
             if method in hard:
-                yield ("hard", method), Answer(kv, max_tokens, list(prompt.question))
+                yield ("hard", method), Answer(method, kv, max_tokens, list(prompt.question))
     if easy:
         first = int(reads[-1].logits.argmax())
         for method, kv in zip(methods, reads[-1].kvs, strict=True):
             if method in easy:
-                answer = Answer(kv, max_tokens, [])
+                answer = Answer(method, kv, max_tokens, [])
                 answer.take(first, harness.end_token_ids)
                 yield ("easy", method), answer
 
@@ -141,5 +141,5 @@ def _record(
         "prompt_tokens": len(one.prompt.context) + len(one.prompt.question),
         "new_tokens": len(answer.token_ids),
         "same_as_full": None,
-        "cost": answer.kv.cost.as_dict(),
+        "cost": answer.cost.as_dict(),
     }

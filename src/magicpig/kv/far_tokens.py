@@ -55,6 +55,12 @@ class FarTokens:
         lengths = torch.tensor(self.lengths, device=self.keys.device)
         return (torch.arange(self.num_tokens, device=self.keys.device) >= lengths[:, None])[:, None]
 
+    @cached_property
+    def first_rows(self) -> Tensor:
+        """int64 [batch, num_kv_heads, 1]: where each head's rows begin, with all rows in a line."""
+        heads = torch.arange(len(self.keys) * self.keys.shape[1], device=self.keys.device)
+        return (heads * self.num_tokens).view(len(self.keys), -1, 1)
+
     def derived(self, name: str, derive: Derive) -> tuple[Tensor, ...]:
         """What `derive` makes of the keys [num_kv_heads, tokens, head_dim] of each sequence.
 

@@ -18,12 +18,14 @@ class Seats:
     keys, values: [batch, num_kv_heads, capacity, head_dim], used up to lengths[i].
     far: their far contexts as they stepped last.
     drawn: int64 [batch], rows that were counted on the device.
+    sums: what a method adds up for its sequences while they sit here, [batch, ...] each.
     """
 
     def __init__(self, windows: Sequence[tuple[Tensor, Tensor]]) -> None:
         """windows: keys and values [num_kv_heads, tokens, head_dim] of each, copied."""
         self.lengths = [keys.shape[1] for keys, _ in windows]
         self.far: FarTokens | None = None
+        self.sums: tuple[Tensor, Tensor] | None = None
         first = windows[0][0]
         shape = (len(windows), first.shape[0], max(self.lengths) + ROOM, first.shape[2])
         self.keys, self.values = first.new_zeros(shape), first.new_zeros(shape)
@@ -69,8 +71,5 @@ class Seats:
         if min(self.lengths) == longest:
             return keys, values, None
         lengths = torch.tensor(self.lengths, device=keys.device)
-        return (
-            keys,
-            values,
-            (torch.arange(longest, device=keys.device) >= lengths[:, None])[:, None],
-        )
+        hidden = torch.arange(longest, device=keys.device) >= lengths[:, None]
+        return keys, values, hidden[:, None]

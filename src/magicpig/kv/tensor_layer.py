@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,14 +85,18 @@ class TensorLayer(SequenceLayer):
 
     @torch.inference_mode()
     def _collect(self) -> None:
-        """Takes over what was counted on the device."""
-        self.spend(rows=int(self.seats.drawn[self.seat]))
+        """Takes over what the steps left with the seats."""
+        self.spend_rows(int(self.seats.drawn[self.seat]))
         self.seats.drawn[self.seat] = 0
+        self.method.collect(self)
 
-    def spend(self, **counts: int) -> None:
+    def spend(self, counts: Mapping[str, int]) -> None:
         """Adds to the cost, by the names of its fields."""
-        self._spent["row_bytes"] += counts.get("rows", 0) * self.shape.row_bytes
         self._spent.update(counts)
+
+    def spend_rows(self, count: int) -> None:
+        """So many rows, each read for one query head."""
+        self._spent.update(rows=count, row_bytes=count * self.shape.row_bytes)
 
     @property
     def kind(self) -> object:
@@ -104,6 +108,7 @@ class TensorLayer(SequenceLayer):
 
     @torch.inference_mode()
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
+        self._collect()
         window_keys, window_values = self.read_window()
         keys = torch.cat([window_keys, keys.to(window_keys)], 1)
         values = torch.cat([window_values, values.to(window_values)], 1)
@@ -115,9 +120,9 @@ class TensorLayer(SequenceLayer):
         moved = self.seats.lengths[self.seat] - sinks - local
         if moved >= block:
             self._move(moved)
+            self._sit_alone(*self.read_window())  # in memory of a window's size
 
     def _sit_alone(self, keys: Tensor, values: Tensor) -> None:
-        self._collect()
         self._sit(Seats([(keys, values)]), 0)
 
     @torch.inference_mode()
@@ -128,6 +133,7 @@ class TensorLayer(SequenceLayer):
 
     def _move(self, count: int) -> None:
         """The oldest tokens behind the sinks become far."""
+        self._collect()
         keys, values = self.seats.window(self.seat)
         part = slice(self.config.sinks, self.config.sinks + count)
         self.far_seen += count
@@ -158,6 +164,7 @@ class TensorLayer(SequenceLayer):
 
     @torch.inference_mode()
     def fork(self) -> TensorLayer:
+        self._collect()
         other = copy.copy(self)
         other.state = copy.deepcopy(self.state)
         other._sit(Seats([self.seats.window(self.seat)]), 0)

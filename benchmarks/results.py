@@ -1,0 +1,189 @@
+"""docs/results.md: the evaluations behind it, and its tables.
+
+    python benchmarks/results.py run ruler-4k                   one of RUNS, into results/
+    python benchmarks/results.py run ruler-16k --device cuda --processes 11
+    python benchmarks/results.py write                          the tables of docs/results.md
+
+A run is a `magicpig eval` command per task, some at a time; one that was interrupted goes on.
+Tables stand in docs/results.md between marks; the words around them are written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from rich.console import Console
+from rich.progress import track
+
+from magicpig.evals import records, ruler
+from magicpig.evals.summary import Cell, summary
+from magicpig.evals.tables import markdown_table
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/results.md"
+TASKS = [task for task in ruler.TASKS if not task.startswith("qa_")]
+COMPARED = "full,lsh:10:150,topk:2%,oracle:2%,quest:16:4%,h2o:10%,loki:25%:2%,streaming"
+EXACT = "cpu-dense,kv-stream"
+MASKS = "lsh-mask:10:150,lsh-mask:9:120,lsh-mask:8:75"
+MORE_LSH = "lsh:9:120,lsh:8:75"
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `magicpig eval ruler` is asked for."""
+
+    model: str
+    lengths: str
+    samples: int
+    methods: str
+    protocol: str = "easy,hard"
+    tasks: tuple[str, ...] = tuple(TASKS)
+
+
+RUNS = {
+    "smollm2-4k": Run(
+        "smollm2",
+        "4k",
+        25,
+        "full,lsh:10:150,quest:16:4%",
+        "easy",
+        ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "vt", "fwe"),
+    ),
+    "ruler-4k": Run("smollm2-ruler-32k", "4k", 10, f"{COMPARED},{MORE_LSH},{EXACT}"),
+    "ruler-8k": Run("smollm2-ruler-32k", "8k", 25, f"{COMPARED},{MORE_LSH},{EXACT},{MASKS}"),
+    "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, f"{COMPARED},{MORE_LSH}"),
+    "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, f"{COMPARED},{MORE_LSH}"),
+}
+
+
+def run(name: str, folder: Path, processes: int, more: list[str], only: list[str] | None) -> None:
+    wanted = RUNS[name]
+    tasks = only or list(wanted.tasks)
+
+    def one(task: str) -> str:
+        out = folder / f"{name}-{task}"
+        out.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(ROOT / "benchmarks/lsh_by_mask.py"), "eval", "ruler"]
+        for flag in ("model", "lengths", "samples", "methods", "protocol"):
+            command += [f"--{flag}", str(getattr(wanted, flag))]
+        command += ["--tasks", task, "--out", str(out), "--json", *more]
+        with (out / "log").open("w") as log:
+            result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=log, check=False)
+        if result.returncode:
+            return f"{task} failed: {(out / 'log').read_text()[-500:]}"
+        return ""
+
+    if processes > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("MAGICPIG_NUM_THREADS", "1")
+    with ThreadPoolExecutor(processes) as pool:
+        done = pool.map(one, tasks)
+        for failure in track(done, total=len(tasks), description=name, console=console):
+            if failure:
+                console.print(failure)
+
+
+def records_of(name: str, folder: Path) -> list[records.Record]:
+    """Of all folders of a run; a folder may hold one task or many."""
+    return [r for each in sorted(folder.glob(f"{name}*/")) for r in records.read(each)[0]]
+
+
+def cells_of(name: str, folder: Path) -> list[Cell]:
+    """In the order of tasks and methods."""
+    found = records_of(name, folder)
+    order = {task: i for i, task in enumerate(TASKS)}
+    methods = RUNS[name].methods.split(",")
+    found.sort(key=lambda r: (r["length"], r["protocol"], order[r["task"]]))
+    found.sort(key=lambda r: methods.index(r["method"]))
+    return summary(found)
+
+
+def table(name: str, folder: Path) -> str:
+    """Methods by tasks, both protocols, in Markdown."""
+    names = {"niah_single_": "s_", "niah_multikey_": "mk_", "niah_multi": "m"}
+    text = markdown_table([cell for cell in cells_of(name, folder) if "mask" not in cell.method])
+    for long, short in names.items():
+        text = text.replace(long, short)
+    return text
+
+
+def masks(name: str, folder: Path) -> str:
+    """lsh beside the same estimator by masks, sample by sample."""
+    scores: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
+    shares: dict[tuple[str, str], list[int]] = {}
+    for record in records_of(name, folder):
+        key = record["protocol"], record["method"]
+        scores.setdefault(key, {})[record["task"], record["index"]] = 100 * record["score"]
+        counts = shares.setdefault(key, [0, 0])
+        counts[0] += record["cost"]["rows"]
+        counts[1] += record["cost"]["tokens"]
+    lines = [
+        "| protocol | lsh | native | by masks | native less masks | keys read | samples |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for protocol in ("easy", "hard"):
+        for spec in ("10:150", "9:120", "8:75"):
+            ours, theirs = (protocol, f"lsh:{spec}"), (protocol, f"lsh-mask:{spec}")
+            both = sorted(scores.get(ours, {}).keys() & scores.get(theirs, {}).keys())
+            if len(both) < 2:
+                continue
+            native, masked = ([scores[key][place] for place in both] for key in (ours, theirs))
+            more = [a - b for a, b in zip(native, masked, strict=True)]
+            read = " / ".join(
+                f"{100 * shares[key][0] / shares[key][1]:.2f}" for key in (ours, theirs)
+            )
+            texts = [
+                f"{mean(x):.2f} ± {stdev(x) / len(x) ** 0.5:.2f}" for x in (native, masked, more)
+            ]
+            lines.append(f"| {protocol} | {spec} | {' | '.join(texts)} | {read} % | {len(both)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path) -> None:
+    """Replaces the marked parts of docs/results.md for which there are results."""
+    page = PAGE.read_text()
+
+    def part(match: re.Match[str]) -> str:
+        what, name = match["what"], match["name"]
+        if not any(folder.glob(f"{name}*/samples.jsonl")):
+            console.print(f"no results of {name}: its part stays")
+            return match[0]
+        text = {"table": table, "masks": masks}[what](name, folder)
+        return f"<!-- {what} {name} -->\n{text}<!-- end -->"
+
+    mark = r"<!-- (?P<what>table|masks) (?P<name>[\w-]+) -->\n.*?<!-- end -->"
+    PAGE.write_text(re.sub(mark, part, page, flags=re.S))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=("run", "write", "json"))
+    parser.add_argument("name", nargs="?", choices=sorted(RUNS))
+    parser.add_argument("--folder", type=Path, default=ROOT / "results")
+    parser.add_argument("--processes", type=int, default=1, help="tasks at a time")
+    parser.add_argument("--only", nargs="+", choices=TASKS, help="some of the tasks")
+    args, more = parser.parse_known_args()
+    if args.action == "write":
+        return write(args.folder)
+    if not args.name:
+        parser.error("name a run")
+    if args.action == "json":
+        print(json.dumps([vars(cell) for cell in cells_of(args.name, args.folder)]))
+        return None
+    return run(args.name, args.folder, args.processes, more, args.only)
+
+
+if __name__ == "__main__":
+    main()
