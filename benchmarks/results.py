@@ -60,9 +60,17 @@ RUNS = {
         ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "vt", "fwe"),
     ),
     "ruler-4k": Run("smollm2-ruler-32k", "4k", 10, f"{COMPARED},{MORE_LSH},{EXACT}"),
-    "ruler-8k": Run("smollm2-ruler-32k", "8k", 25, f"{COMPARED},{MORE_LSH},{EXACT},{MASKS}"),
-    "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, f"{COMPARED},{MORE_LSH}"),
-    "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, f"{COMPARED},{MORE_LSH}"),
+    "ruler-8k": Run("smollm2-ruler-32k", "8k", 25, COMPARED),
+    "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, COMPARED),
+    "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, COMPARED),
+    "masks-4k": Run(
+        "smollm2-ruler-32k",
+        "4k",
+        10,
+        f"lsh:10:150,{MORE_LSH},{MASKS}",
+        "easy",
+        ("niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe"),
+    ),
 }
 
 
