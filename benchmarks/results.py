@@ -69,7 +69,7 @@ RUNS = {
         10,
         f"lsh:10:150,{MORE_LSH},{MASKS}",
         "easy",
-        ("niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe"),
+        ("niah_single_3", "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe"),
     ),
 }
 

@@ -166,16 +166,43 @@ def perplexity(
         bar = _bar()
         task = bar.add_task("tokens", total=None)
         with bar:
-            found = texts.run(
-                harness,
-                given,
-                tokens,
-                lambda done, all_: bar.update(task, completed=done, total=all_),
-            )
-        for record in found:
-            if not records.done(*_key(record)):
-                records.append(record)
+            prompts = [texts.token_ids(harness, text, tokens) for text in given]
+            total, before = sum(map(len, prompts)), 0
+            found: list[Record] = []
+            for index, (text, ids) in enumerate(zip(given, prompts, strict=True)):
+
+                def told(done: int, before: int = before) -> None:
+                    bar.update(task, completed=before + done, total=total)
+
+                found += _text_records(harness, records, text.name, ids, index, told)
+                before += len(ids)
         _tell("Perplexity", found, list(records), kept, machine)
+
+
+def _text_records(
+    harness: Harness,
+    records: Records,
+    name: str,
+    ids: list[int],
+    index: int,
+    on_progress: Callable[[int], None],
+) -> list[Record]:
+    """A text's, from the folder where they are all there."""
+    place = (name, len(ids), texts.PROTOCOL, index)
+    there = [records.get(*place, method) for method in harness.methods]
+    known = [record for record in there if record is not None]
+    if len(known) == len(there):
+        if any(record["text_sha256"] != texts.fingerprint(ids) for record in known):
+            raise ValueError(
+                f"{str(records.folder)!r} has results of another text named {name!r}: take "
+                "another folder"
+            )
+        return known
+    found = texts.measure(harness, name, ids, index, on_progress)
+    for record in found:
+        if not records.done(*_key(record)):
+            records.append(record)
+    return found
 
 
 def _tell(

@@ -6,6 +6,7 @@ so that each of its tokens is predicted from what the method made of all before 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,10 +133,16 @@ def measure(
                 "same_as_full": None,
                 "prompt_tokens": half,
                 "new_tokens": len(loss),
+                "text_sha256": fingerprint(ids),
                 "cost": kv.cost.as_dict(),
             }
         )
     return records
+
+
+def fingerprint(ids: list[int]) -> str:
+    """Of a text's tokens, to tell texts of one name apart."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
 def _mean_and_error(values: Tensor) -> tuple[float, float | None]:
