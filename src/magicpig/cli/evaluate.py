@@ -67,14 +67,18 @@ def ruler(
     methods: Methods = DEFAULT_METHODS,
     lengths: Lengths = "4k",
     tasks: Annotated[
-        str, option(WHAT, help="Names with commas between, or all; qa_1 and qa_2 need --qa-file.")
+        str, option(WHAT, help="Names with commas between, or all that have their data.")
     ] = "all",
     samples: Samples = 10,
     protocol: Protocol = "easy",
     dense_layers: DenseLayers = None,
     seed: Seed = 0,
-    qa_file: Annotated[
-        Path | None, option(WHAT, help="SQuAD's (qa_1) or HotpotQA's (qa_2) JSON file.")
+    squad: Annotated[
+        Path | None, option(WHAT, help="SQuAD as published (dev-v2.0.json), for qa_1.")
+    ] = None,
+    hotpotqa: Annotated[
+        Path | None,
+        option(WHAT, help="HotpotQA as published (hotpot_dev_distractor_v1.json), for qa_2."),
     ] = None,
     out: Out = None,
     batch: BatchSize = None,
@@ -90,13 +94,18 @@ def ruler(
     from magicpig.cli import evaluating
     from magicpig.evals import ruler as suite
 
-    free = [task for task in suite.TASKS if qa_file or not task.startswith("qa_")]
+    data = {"qa_1": squad, "qa_2": hotpotqa}
+    possible = [task for task in suite.TASKS if data.get(task, True)]
+    chosen = word_list("--tasks", tasks, suite.TASKS, default=possible)
+    for task, flag in (("qa_1", "--squad"), ("qa_2", "--hotpotqa")):
+        if task in chosen and task not in possible:
+            raise ValueError(f"{task} needs its data: give {flag} FILE")
     evaluating.generation_tasks(
         "RULER",
         lambda task, length, index, count, reserve: suite.make(
-            task, length, index, count, seed, qa_file, reserve=reserve
+            task, length, index, count, seed, data.get(task), reserve=reserve
         ),
-        word_list("--tasks", tasks, suite.TASKS, default=free),
+        chosen,
         evaluating.Settings(
             model, methods, length_list(lengths), samples, protocol, layer_list(dense_layers), seed
         ),
