@@ -2,16 +2,19 @@
 
     python benchmarks/results.py run ruler-4k                   one of RUNS, into results/
     python benchmarks/results.py run ruler-16k --device cuda --processes 11
+    python benchmarks/results.py keep ruler-4k                  its samples, in docs/samples/
     python benchmarks/results.py write                          the tables of docs/results.md
 
 A run is a `magicpig eval` command per task, some at a time; one that was interrupted goes on.
-Tables stand in docs/results.md between marks; the words around them are written by hand.
+Tables are made of the samples kept, and stand in docs/results.md between marks; the words around
+them are written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -30,6 +33,7 @@ from magicpig.evals.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/results.md"
+SAMPLES = ROOT / "docs/samples"
 TASKS = [task for task in ruler.TASKS if not task.startswith("qa_")]
 COMPARED = "full,lsh:10:150,topk:2%,oracle:2%,quest:16:4%,h2o:10%,loki:25%:2%,streaming"
 EXACT = "cpu-dense,kv-stream"
@@ -101,14 +105,25 @@ def run(name: str, folder: Path, processes: int, more: list[str], only: list[str
                 console.print(failure)
 
 
-def records_of(name: str, folder: Path) -> list[records.Record]:
-    """Of all folders of a run; a folder may hold one task or many."""
-    return [r for each in sorted(folder.glob(f"{name}*/")) for r in records.read(each)[0]]
+def keep(name: str, folder: Path) -> None:
+    """All samples of a run in one file; a folder may hold one task or many."""
+    found = [r for each in sorted(folder.glob(f"{name}-*/")) for r in records.read(each)[0]]
+    if not found:
+        raise SystemExit(f"no results of {name} in {folder}")
+    text = "".join(json.dumps(record) + "\n" for record in found)
+    SAMPLES.mkdir(exist_ok=True)
+    records.write_whole(SAMPLES / f"{name}.jsonl.xz", lzma.compress(text.encode()))
 
 
-def cells_of(name: str, folder: Path) -> list[Cell]:
+def records_of(name: str) -> list[records.Record]:
+    """As they were kept."""
+    with lzma.open(SAMPLES / f"{name}.jsonl.xz", "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def cells_of(name: str) -> list[Cell]:
     """In the order of tasks and methods."""
-    found = records_of(name, folder)
+    found = records_of(name)
     order = {task: i for i, task in enumerate(TASKS)}
     methods = RUNS[name].methods.split(",")
     found.sort(key=lambda r: (r["length"], r["protocol"], order[r["task"]]))
@@ -116,20 +131,20 @@ def cells_of(name: str, folder: Path) -> list[Cell]:
     return summary(found)
 
 
-def table(name: str, folder: Path) -> str:
+def table(name: str) -> str:
     """Methods by tasks, both protocols, in Markdown."""
     names = {"niah_single_": "s_", "niah_multikey_": "mk_", "niah_multi": "m"}
-    text = markdown_table([cell for cell in cells_of(name, folder) if "mask" not in cell.method])
+    text = markdown_table([cell for cell in cells_of(name) if "mask" not in cell.method])
     for long, short in names.items():
         text = text.replace(long, short)
     return text
 
 
-def masks(name: str, folder: Path) -> str:
+def masks(name: str) -> str:
     """lsh beside the same estimator by masks, sample by sample."""
     scores: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
     shares: dict[tuple[str, str], list[int]] = {}
-    for record in records_of(name, folder):
+    for record in records_of(name):
         key = record["protocol"], record["method"]
         scores.setdefault(key, {})[record["task"], record["index"]] = 100 * record["score"]
         counts = shares.setdefault(key, [0, 0])
@@ -157,16 +172,16 @@ def masks(name: str, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(folder: Path) -> None:
-    """Replaces the marked parts of docs/results.md for which there are results."""
+def write() -> None:
+    """Replaces the marked parts of docs/results.md for which there are samples."""
     page = PAGE.read_text()
 
     def part(match: re.Match[str]) -> str:
         what, name = match["what"], match["name"]
-        if not any(folder.glob(f"{name}*/samples.jsonl")):
-            console.print(f"no results of {name}: its part stays")
+        if not (SAMPLES / f"{name}.jsonl.xz").exists():
+            console.print(f"no samples of {name}: its part stays")
             return match[0]
-        text = {"table": table, "masks": masks}[what](name, folder)
+        text = {"table": table, "masks": masks}[what](name)
         return f"<!-- {what} {name} -->\n{text}<!-- end -->"
 
     mark = r"<!-- (?P<what>table|masks) (?P<name>[\w-]+) -->\n.*?<!-- end -->"
@@ -177,19 +192,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=("run", "write", "json"))
+    parser.add_argument("action", choices=("run", "keep", "write"))
     parser.add_argument("name", nargs="?", choices=sorted(RUNS))
     parser.add_argument("--folder", type=Path, default=ROOT / "results")
     parser.add_argument("--processes", type=int, default=1, help="tasks at a time")
     parser.add_argument("--only", nargs="+", choices=TASKS, help="some of the tasks")
     args, more = parser.parse_known_args()
     if args.action == "write":
-        return write(args.folder)
+        return write()
     if not args.name:
         parser.error("name a run")
-    if args.action == "json":
-        print(json.dumps([vars(cell) for cell in cells_of(args.name, args.folder)]))
-        return None
+    if args.action == "keep":
+        return keep(args.name, args.folder)
     return run(args.name, args.folder, args.processes, more, args.only)
 
 
