@@ -64,6 +64,12 @@ void adopt(LayerKV& kv, uint32_t num_tokens, const Bytes& rows, const Bytes& tab
   kv.adopt(std::make_shared<Segment>(kv.geometry(), num_tokens, std::move(row_memory), std::move(table_memory)));
 }
 
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> empty_bytes(size_t bytes) {
+  auto* held = new Buffer(bytes);
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<Buffer*>(p); });
+  return {reinterpret_cast<uint8_t*>(held->data()), {bytes}, owner};
+}
+
 std::pair<ByteView, ByteView> segment_memory(const LayerKV& kv, size_t i) {
   const auto segments = kv.segments();
   if (i >= segments->size()) refuse("no such segment");
@@ -229,6 +235,7 @@ NB_MODULE(_native, m) {
           },
           "Bytes of rows and of the index.");
 
+  m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
   m.def(
       "attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a, "out"_a.noconvert(),
       "lse"_a.noconvert(), "rows_read"_a.noconvert(),

@@ -5,8 +5,9 @@ import torch
 from test_hf import EVERYTHING, SMALL, assert_same, padded_prompts, run
 from zoo import loaded, make_model
 
-from magicpig import LLM, SamplingParams, hf
+from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, hf
 from magicpig.evals.harness import Harness
+from magicpig.kv.device_index import append_from_device
 from magicpig.models import LoadedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -105,3 +106,16 @@ def test_samples_are_drawn_alike_on_both():
             kvs = harness.read([i * 7 % 200 + 3 for i in range(150)]).kvs
             outs.append(harness.step(kvs, [5]).cpu())
         assert torch.allclose(*outs, atol=2e-2), method
+
+
+def test_an_index_made_on_the_gpu_draws_the_same():
+    torch.manual_seed(0)
+    keys = (torch.randn(2, 1, 64) + torch.randn(2, 20000, 64)).bfloat16()
+    values = torch.randn(2, 20000, 64).bfloat16()
+    here, there = (LayerKV(6, 2, 64, LSHConfig()) for _ in range(2))
+    here.append(keys, values)
+    append_from_device(there, keys.cuda(), values.cuda())
+    query = torch.randn(6, 64)
+    for ours, theirs in zip(here.sample(query)[0], there.sample(query)[0], strict=True):
+        differing = set(ours.tolist()) ^ set(theirs.tolist())
+        assert len(differing) <= max(1, 0.01 * len(ours))

@@ -57,6 +57,9 @@ class LayerKV:
     def nbytes(self) -> tuple[int, int]:
         """Bytes of rows and of the index."""
 
+def empty_bytes(bytes: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """Memory for a segment that is made elsewhere; contents undefined."""
+
 def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, float, list[int]]:
     """
     Fills out, lse and rows_read; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.

@@ -20,6 +20,7 @@ from magicpig import _native
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
 from magicpig.kv.cost import Cost
+from magicpig.kv.device_index import append_from_device
 from magicpig.kv.layer import LayerKV, read_tokens
 
 
@@ -84,8 +85,10 @@ class NativeLayer(SequenceLayer):
         return self.far.num_tokens + self.window.num_tokens
 
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
-        """Leaves no more than local in the window; a short context stays there as a whole."""
-        keys, values = keys.cpu(), values.cpu()
+        """Leaves no more than local in the window; a short context stays there as a whole.
+
+        What comes from another device is indexed there.
+        """
         if self.span:
             self._append(keys[:, -self.span :], values[:, -self.span :])
             return self.settle()
@@ -99,17 +102,19 @@ class NativeLayer(SequenceLayer):
             return self._append(keys, values)
         if recent:
             old_keys, old_values = read_tokens(self.window, self.far, self.config.sinks, recent)
-            keys = torch.cat([old_keys, keys.to(old_keys)], 1)
-            values = torch.cat([old_values, values.to(old_values)], 1)
+            dtype = old_keys.dtype
+            keys = torch.cat([old_keys.to(keys.device), keys.to(dtype)], 1)
+            values = torch.cat([old_values.to(keys.device), values.to(dtype)], 1)
         far = self.far.fork()
-        far.append(keys[:, :moved], values[:, :moved])
+        append = LayerKV.append if keys.is_cpu else append_from_device
+        append(far, keys[:, :moved], values[:, :moved])
         self._replace_far(far)
         self.window.drop(self.config.sinks, recent)
         self._append(keys[:, moved:], values[:, moved:])
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         before = self.window.num_tokens
-        if keys.shape[1] and not self.window.append(keys, values):
+        if keys.shape[1] and not self.window.append(keys.cpu(), values.cpu()):
             self.window.drop(before, keys.shape[1])
             raise ValueError("keys or values are NaN or infinite, or their norm exceeds 1e18")
 
