@@ -303,3 +303,12 @@ def test_bad_methods_are_told_in_a_line(model, arguments, message):
     assert result.stderr.startswith("magicpig: error: ")
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "lfm2", "llama"])
+def test_dense_layers_are_chosen_among_those_with_full_attention(name):
+    llm = LLM(loaded(name), method="topk")
+    kv = llm.read([5, 6, 7] * 30)
+    far = [layer for layer in kv.attention_layers if not layer.span]
+    assert any(layer.dense for layer in far)
+    assert not any(layer.dense for layer in kv.attention_layers if layer.span)

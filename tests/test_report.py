@@ -33,7 +33,6 @@ def record(task="vt", length=4096, protocol="easy", index=0, method="full", scor
         "answers": ["a"],
         "prompt_tokens": length - 96,
         "new_tokens": 10,
-        "same_as_full": True,
         "cost": {**cost, "search_ops": 2e6},
         **fields,
     }
@@ -175,9 +174,10 @@ def test_an_error_needs_two_samples_or_one_that_brings_it():
 
 def test_costs_are_ratios_of_sums():
     heavy = {"steps": 30, "rows": 50, "tokens": 4000, "row_bytes": 0, "search_bytes": 3e6}
-    first = record(same_as_full=False)
-    second = record(index=1, cost={**heavy, "search_ops": 0})
-    for one in summary([first, second]):
+    first = record(method="lsh", output="another")
+    second = record(method="lsh", index=1, cost={**heavy, "search_ops": 0})
+    both = [record(index=index) for index in range(2)]
+    for one in summary([first, second, *both])[:2]:
         assert one.keys_read == 250 / 5000
         assert one.row_bytes == 4e6 / 40
         assert one.search_bytes == 4e6 / 40
@@ -189,14 +189,14 @@ def test_costs_are_ratios_of_sums():
 def test_what_is_not_known_is_none():
     nothing = dict.fromkeys(record()["cost"], 0)
     for cost in (None, nothing):
-        one = summary([record(cost=cost, same_as_full=None)])[0]
+        one = summary([record(method="lsh", cost=cost)])[0]
         assert one.keys_read is None
         assert one.moved_bytes is None
         assert one.same_as_full is None
 
 
 def test_perplexities_are_averaged_as_logarithms():
-    its = {"metric": "perplexity", "same_as_full": None}
+    its = {"metric": "perplexity"}
     cells = summary(
         [
             record("book", score=8.0, **its),
@@ -251,7 +251,7 @@ def test_all_tables_say_the_same():
 def test_tables_show_what_is_missing():
     some = [
         *many(lengths=(4096,), methods=("full",)),
-        record("vt", index=0, method="topk:2%", same_as_full=None, cost=None),
+        record("vt", index=9, method="topk:2%", cost=None),
     ]
     table = tables.tables(summary(some))[0]
     assert table.rows[1] == [

@@ -20,6 +20,7 @@ from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Choice
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Event, Finish, Request, Usage
+from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.base import SequenceBytes
 from magicpig.kv.cost import Cost
 from magicpig.kv.sequence import SequenceKV
@@ -113,7 +114,8 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.identity = identity(loaded.model)
         config = loaded.model.config.get_text_config(decoder=True)
-        plan = make_plan(method, config.num_hidden_layers, lsh, dense_layers)
+        full_layers = full_attention_layers(loaded.model.config)
+        plan = make_plan(method, config.num_hidden_layers, lsh, dense_layers, full_layers)
         self.settings: dict[str, Any] = {
             "model": loaded.name,
             "method": plan.method.spec,

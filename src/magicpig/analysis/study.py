@@ -99,7 +99,7 @@ def _study(
 
 def _about(reader: Reader, settings: Settings) -> dict[str, Any]:
     num_layers, layers = reader.config.num_hidden_layers, reader.layers
-    dense = [layer for layer in layers if layer in make_plan("lsh", num_layers).dense_layers]
+    dense = sorted(make_plan("lsh", num_layers, full_layers=layers).dense_layers)
     return {
         "dtype": str(reader.runner.dtype).removeprefix("torch."),
         "tokens": settings.tokens,

@@ -68,12 +68,15 @@ def make_plan(
     num_layers: int,
     lsh: LSHConfig | None = None,
     dense_layers: Sequence[int] | None = None,
+    full_layers: Sequence[int] | None = None,
 ) -> Plan:
     """The plan of a method for a model of so many layers.
 
     method: a spec like "lsh" or "quest:16:4%", or a method.
     lsh: the hash tables of "lsh" where its spec does not say.
-    dense_layers: layers that always read every row; None: the first and the middle one.
+    dense_layers: layers that always read every row; None: the first and the middle one of those
+        with full attention.
+    full_layers: these; None: all.
     """
     if isinstance(method, str):
         spec = method
@@ -87,7 +90,8 @@ def make_plan(
     if lsh is not None and spec == "lsh":
         method = Lsh(**{name: getattr(lsh, name) for name in LSHConfig.__dataclass_fields__})
     if dense_layers is None:
-        dense_layers = (0, num_layers // 2)
+        layers = range(num_layers) if full_layers is None else full_layers
+        dense_layers = (layers[0], layers[len(layers) // 2]) if layers else ()
     for layer in dense_layers:
         check_int("dense_layers", layer, 0, num_layers - 1)
     return Plan(method, frozenset(dense_layers))

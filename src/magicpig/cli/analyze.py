@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from magicpig.cli.inputs import read_text
+from magicpig.cli.inputs import check_folder, read_text
 
 DEFAULT_OUT = Path("analysis")
 STYLES = {
@@ -52,7 +51,10 @@ def analyze(
     texts = [read_text(path) for path in file or []]
     folder = DEFAULT_OUT if out is None and not as_json else out
     if folder is not None:
+        from magicpig.analysis import plots
+
         check_folder(folder)
+        plots.require()
     gc.disable()  # see generate
     from magicpig.analysis import report, study
     from magicpig.analysis.texts import default_text
@@ -73,18 +75,6 @@ def analyze(
         show(results)
         if written:
             print(f"\n{written[-1]}")
-
-
-def check_folder(folder: Path) -> None:
-    """Before the work, not after it: plots can be drawn, and there is where to put them."""
-    from magicpig.analysis import plots
-
-    plots.require()
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"--out {str(folder)!r} is a file; name a folder")
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not os.access(there, os.W_OK):
-        raise PermissionError(f"--out {str(folder)!r} cannot be written; name another folder")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from magicpig.cli.inputs import layer_list, length_list, read_text, word_list
+from magicpig.cli.inputs import layer_list, length_list, one_length, read_text, word_list
 from magicpig.cli.report import reported
 
 app = typer.Typer(
@@ -89,7 +89,7 @@ def ruler(
 ) -> None:
     """RULER: needles, chains of variables and word counts in long texts.
 
-    magicpig eval ruler --methods full,lsh:10:150,quest:16:4%,topk:2% --lengths 4k --out results
+    magicpig eval ruler --methods full,lsh:10:150,quest:16:4%,topk:2% --lengths 4k --out ruler
     """
     from magicpig.cli import evaluating
     from magicpig.evals import ruler as suite
@@ -133,7 +133,7 @@ def reasoning(
 ) -> None:
     """Arithmetic word problems of 2, 4 and 5 operations among many statements that do not matter.
 
-    magicpig eval reasoning --methods full,lsh:10:150,oracle:2% --lengths 4k --out results
+    magicpig eval reasoning --methods full,lsh:10:150,oracle:2% --lengths 4k --out reasoning
     """
     from magicpig.cli import evaluating
     from magicpig.evals import reasoning as suite
@@ -172,14 +172,14 @@ def perplexity(
 ) -> None:
     """Perplexity of the second half of a text, decoded token by token with each method.
 
-    magicpig eval perplexity --file book.txt --methods full,lsh:10:150 --out results
+    magicpig eval perplexity --file book.txt --methods full,lsh:10:150 --out book
     """
     from magicpig.cli import evaluating
     from magicpig.evals.perplexity import Text
 
     evaluating.perplexity(
         [Text(path.name, read_text(path)) for path in file],
-        length_list(tokens)[0] if tokens else None,
+        one_length("--tokens", tokens),
         evaluating.Settings(model, methods, [], 1, "easy", layer_list(dense_layers), 0),
         evaluating.Machine(out, None, device, dtype, threads, as_json),
     )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from magicpig.cli.answer import use_threads
+from magicpig.cli.inputs import check_folder
 from magicpig.evals import perplexity as texts
 from magicpig.evals import plots
 from magicpig.evals.about import about
 from magicpig.evals.harness import Harness
-from magicpig.evals.prompts import PROTOCOLS, count_tokens, template_tokens
+from magicpig.evals.prompts import PROTOCOLS, count_tokens, fingerprint, template_tokens
 from magicpig.evals.records import Record, Records
 from magicpig.evals.report import terminal_table, write_report
 from magicpig.evals.run import batches, run
@@ -72,6 +74,7 @@ class Machine:
 
 def _harness(settings: Settings, machine: Machine) -> Harness:
     if machine.out:
+        check_folder(machine.out)
         plots.require()  # before hours of work, not after
     use_threads(machine.threads)
     return Harness(
@@ -83,9 +86,11 @@ def _harness(settings: Settings, machine: Machine) -> Harness:
     )
 
 
-def _kept(harness: Harness, settings: Settings) -> dict[str, Any]:
+def _kept(suite: str, harness: Harness, settings: Settings) -> dict[str, Any]:
     """What records of one folder have in common."""
     return {
+        "suite": suite,
+        "device": harness.runner.device.type,
         "model": settings.model,
         "model_identity": harness.identity,
         "dtype": harness.dtype,
@@ -125,7 +130,10 @@ def generation_tasks(
             task, length, index, lambda text: count_tokens(text, harness.tokenizer), reserve
         )
 
-    kept = _kept(harness, settings)
+    for length in settings.lengths:
+        for task in tasks:
+            made(task, length, 0)  # whether it can be that short, before hours of work
+    kept = _kept(title, harness, settings)
     with _folder(machine.out) as folder, Records(folder, kept) as records:
         watched = {
             (task, length, protocol, index, method)
@@ -161,42 +169,39 @@ def perplexity(
 ) -> None:
     """Perplexities of texts, and tells what came of it."""
     harness = _harness(settings, machine)
-    kept = _kept(harness, settings)
+    kept = _kept("Perplexity", harness, settings)
     with _folder(machine.out) as folder, Records(folder, kept) as records:
         bar = _bar()
         task = bar.add_task("tokens", total=None)
         with bar:
-            prompts = [texts.token_ids(harness, text, tokens) for text in given]
-            total, before = sum(map(len, prompts)), 0
-            found: list[Record] = []
-            for index, (text, ids) in enumerate(zip(given, prompts, strict=True)):
-
-                def told(done: int, before: int = before) -> None:
-                    bar.update(task, completed=before + done, total=total)
-
-                found += _text_records(harness, records, text.name, ids, index, told)
-                before += len(ids)
+            found = texts.run(
+                harness,
+                given,
+                tokens,
+                lambda done, total: bar.update(task, completed=done, total=total),
+                partial(_resumed, records),
+            )
         _tell("Perplexity", found, list(records), kept, machine)
 
 
-def _text_records(
-    harness: Harness,
+def _resumed(
     records: Records,
+    harness: Harness,
     name: str,
     ids: list[int],
     index: int,
     on_progress: Callable[[int], None],
 ) -> list[Record]:
-    """A text's, from the folder where they are all there."""
+    """A text's records, from the folder where they are all there."""
     place = (name, len(ids), texts.PROTOCOL, index)
     there = [records.get(*place, method) for method in harness.methods]
     known = [record for record in there if record is not None]
+    if any(record["prompt_sha256"] != fingerprint(ids) for record in known):
+        raise ValueError(
+            f"{str(records.folder)!r} has results of another text named {name!r}: take another "
+            "folder"
+        )
     if len(known) == len(there):
-        if any(record["text_sha256"] != texts.fingerprint(ids) for record in known):
-            raise ValueError(
-                f"{str(records.folder)!r} has results of another text named {name!r}: take "
-                "another folder"
-            )
         return known
     found = texts.measure(harness, name, ids, index, on_progress)
     for record in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,10 +85,20 @@ def length_list(text: str) -> list[int]:
     lengths = []
     for word in (part.strip().lower() for part in text.split(",")):
         number, unit = (word[:-1], 1024) if word.endswith("k") else (word, 1)
-        if not number.isdigit() or int(number) == 0:
+        if not number.isdecimal() or int(number) == 0:
             raise ValueError(f"a length must be a number of tokens, like 4k or 6000, not {word!r}")
         lengths.append(int(number) * unit)
     return lengths
+
+
+def one_length(flag: str, text: str | None) -> int | None:
+    """A number of tokens, or None where there is no text."""
+    if text is None:
+        return None
+    lengths = length_list(text)
+    if len(lengths) > 1:
+        raise ValueError(f"{flag} must be one length, not {text!r}")
+    return lengths[0]
 
 
 def word_list(
@@ -103,3 +114,12 @@ def word_list(
     if not words:
         raise ValueError(f"{flag} is empty: name some of {', '.join(known)}, or all")
     return words
+
+
+def check_folder(folder: Path) -> None:
+    """Raises unless results can be put there: before the work, not after it."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--out {str(folder)!r} is a file; name a folder")
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"--out {str(folder)!r} cannot be written; name another folder")

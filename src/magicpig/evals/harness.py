@@ -10,6 +10,7 @@ from torch import Tensor
 from magicpig.attention.plan import make_plan
 from magicpig.config import WindowConfig
 from magicpig.engine.runner import Runner
+from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel, load
 from magicpig.models.identity import identity
@@ -46,7 +47,12 @@ class Harness:
         loaded = load(model, device, dtype) if isinstance(model, str) else model
         config = loaded.model.config.get_text_config(decoder=True)
         self.plans = [
-            make_plan(method, config.num_hidden_layers, dense_layers=dense_layers)
+            make_plan(
+                method,
+                config.num_hidden_layers,
+                dense_layers=dense_layers,
+                full_layers=full_attention_layers(loaded.model.config),
+            )
             for method in methods
         ]
         self.methods = [plan.method.spec for plan in self.plans]

@@ -13,6 +13,7 @@ in all tokens of a text whose likelihood is asked for, in all but the first of a
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
@@ -39,7 +40,7 @@ from magicpig.engine.sequence import Request
 from magicpig.evals.forced import force
 from magicpig.kv.sequence import SequenceKV
 from magicpig.llm import LLM
-from magicpig.models import LoadedModel
+from magicpig.models import LoadedModel, ModelError
 
 NAME = "magicpig"
 AUTO_BATCH = 16  # contexts at once where the harness says "auto"
@@ -332,10 +333,13 @@ if NAME not in MODEL_REGISTRY:  # an entry point that is being loaded is there a
 
 
 def main() -> None:
-    """The harness's own command line."""
+    """The harness's own command line; errors of ours in a line."""
     from lm_eval.__main__ import cli_evaluate  # type: ignore[import-untyped]
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except (ValueError, ModelError) as error:
+        sys.exit(f"magicpig: error: {error}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ so that each of its tokens is predicted from what the method made of all before 
 
 from __future__ import annotations
 
-import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from magicpig.config import Strict, check_int
 from magicpig.evals.forced import force
+from magicpig.evals.prompts import fingerprint
 
 if TYPE_CHECKING:
     from magicpig.evals.harness import Harness
@@ -27,6 +28,7 @@ BLOCK_TOKENS = 64  # neighbouring tokens are alike: errors are computed from mea
 PROTOCOL = "forced"
 
 OnProgress = Callable[[int, int], None]
+Measure = Callable[..., list[dict[str, Any]]]  # as `measure`
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ def run(
     texts: Sequence[Text],
     tokens: int | None = None,
     on_progress: OnProgress | None = None,
+    measured: Measure | None = None,
 ) -> list[dict[str, Any]]:
     """Records of all texts and methods, as samples.jsonl has them.
 
     tokens: of each text, from its beginning, both halves together. None: of each as many as it
         has and the model's context holds, 8192 at most.
     on_progress: told (tokens that are done, tokens of all texts).
+    measured: does one text; None: `measure`.
 
     score: the perplexity; score_error: its standard error; nll, nll_error: the mean negative
     log-likelihood, of which perplexity is the exponential. nll_minus_full: how much more than with
@@ -59,14 +63,16 @@ def run(
     prompts = [token_ids(harness, text, tokens) for text in texts]
     total, before = sum(map(len, prompts)), 0
     records: list[dict[str, Any]] = []
-    for index, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
+    times: Counter[str] = Counter()
+    for text, ids in zip(texts, prompts, strict=True):
 
         def told(done: int, before: int = before) -> None:
             if on_progress:
                 on_progress(before + done, total)
 
-        records += measure(harness, text.name, ids, index, told)
+        records += (measured or measure)(harness, text.name, ids, times[text.name], told)
         before += len(ids)
+        times[text.name] += 1  # texts of one name are samples of one task
     return records
 
 
@@ -130,19 +136,13 @@ def measure(
                 "nll_error": nll_error,
                 "nll_minus_full": more,
                 "nll_minus_full_error": more_error,
-                "same_as_full": None,
                 "prompt_tokens": half,
                 "new_tokens": len(loss),
-                "text_sha256": fingerprint(ids),
+                "prompt_sha256": fingerprint(ids),
                 "cost": kv.cost.as_dict(),
             }
         )
     return records
-
-
-def fingerprint(ids: list[int]) -> str:
-    """Of a text's tokens, to tell texts of one name apart."""
-    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
 def _mean_and_error(values: Tensor) -> tuple[float, float | None]:

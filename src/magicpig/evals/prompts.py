@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,15 @@ class Prompt:
     context: list[int]
     question: list[int]
 
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.context + self.question)
+
+
+def fingerprint(token_ids: list[int]) -> str:
+    """Of a text's tokens, to tell texts apart."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
+
 
 def prompt_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """The sample in the model's chat template, if it has one; the answer is begun."""
@@ -27,11 +37,9 @@ def prompt_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     text = before + sample.context + sample.question + after + sample.answer_prefix
     asked_at = len(before) + len(sample.context)
     if not tokenizer.is_fast:
-        parts = (text[:asked_at], text[asked_at:])
-        first, rest = (
-            list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts
-        )
-        return Prompt(first, rest)
+        context = tokenizer(text[:asked_at], add_special_tokens=not before)["input_ids"]
+        question = tokenizer(text[asked_at:], add_special_tokens=False)["input_ids"]
+        return Prompt(list(context), list(question))
     encoded = tokenizer(text, add_special_tokens=not before, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     split = next(i for i, (_, end) in enumerate(offsets) if end > asked_at)

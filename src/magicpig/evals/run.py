@@ -12,7 +12,6 @@ from magicpig.evals.records import Record, Records
 from magicpig.evals.sample import Sample
 
 Make = Callable[[str, int, int], Sample]  # of a task, a length and an index
-FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,8 @@ def run(
         rows += [(*place, one, answer) for place, answer in _read(harness, one, told)]
     rows.sort(key=lambda row: (harness.methods.index(row[1]), protocols.index(row[0])))
     decode(harness, [row[-1] for row in rows], lambda left: on_progress(f"decoding {left} answers"))
-    outputs: dict[tuple[str, str, int], Record] = {}
     for protocol, method, one, answer in rows:
         record = _record(harness, batch, protocol, method, one, answer)
-        outputs[protocol, method, one.sample.index] = record
-    for (protocol, _, index), record in outputs.items():
-        full = outputs.get((protocol, FULL, index)) or records.get(
-            batch.task, batch.length, protocol, index, FULL
-        )
-        record["same_as_full"] = None if full is None else record["output"] == full["output"]
         records.append(record)
         on_record(record)
 
@@ -98,7 +90,22 @@ def _asked(
         if any(missing.values()):
             on_progress(f"writing prompt {index}")
             sample = make(batch.task, batch.length, index)
-            yield _Asked(sample, prompt_of(sample, harness.tokenizer), missing)
+            asked = _Asked(sample, prompt_of(sample, harness.tokenizer), missing)
+            _check_prompt(harness, batch, asked, records)
+            yield asked
+
+
+def _check_prompt(harness: Harness, batch: Batch, asked: _Asked, records: Records) -> None:
+    """Raises where a method has answered another prompt in this one's place."""
+    for protocol in asked.missing:
+        for method in harness.methods:
+            place = batch.task, batch.length, protocol, asked.sample.index, method
+            known = (records.get(*place) or {}).get("prompt_sha256", asked.prompt.fingerprint)
+            if known != asked.prompt.fingerprint:
+                raise ValueError(
+                    f"{str(records.folder)!r} has an answer to another prompt {asked.sample.index} "
+                    f"of {batch.task}: its data differ; take another folder"
+                )
 
 
 def _read(
@@ -139,7 +146,7 @@ def _record(
         "output": output,
         "answers": list(one.sample.answers),
         "prompt_tokens": len(one.prompt.context) + len(one.prompt.question),
+        "prompt_sha256": one.prompt.fingerprint,
         "new_tokens": len(answer.token_ids),
-        "same_as_full": None,
         "cost": answer.cost.as_dict(),
     }

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from magicpig.evals.records import Record
 
 AVERAGE = "average"
+FULL = "full"  # the method that others are compared with
 METRICS = ("score", "perplexity")
 
 
@@ -67,6 +68,8 @@ def summary(records: Iterable[Record]) -> list[Cell]:
     groups: dict[tuple[int, str, str, str], dict[str, list[Record]]] = {}
     order: dict[str, dict[str, int]] = {name: {} for name in ("protocol", "metric", "method")}
     tasks: dict[str, int] = {}
+    records = list(records)
+    full = {_place(r): r.get("output") for r in records if r["method"] == FULL}
     for record in records:
         metric = record.get("metric", "score")
         if metric not in METRICS:
@@ -87,10 +90,18 @@ def summary(records: Iterable[Record]) -> list[Cell]:
         found = sorted(groups[key].items(), key=lambda item: tasks[item[0]])
         figures = [_figure(its, metric) for _, its in found]
         for (task, its), figure in zip(found, figures, strict=True):
-            cells.append(_cell(task, key, 1, figure, its))
+            cells.append(_cell(task, key, 1, figure, its, full))
         everything = [record for _, its in found for record in its]
-        cells.append(_cell(AVERAGE, key, len(found), _mean_figure(figures, metric), everything))
+        figure = _mean_figure(figures, metric)
+        cells.append(_cell(AVERAGE, key, len(found), figure, everything, full))
     return cells
+
+
+Place = tuple[str, int, str, int]
+
+
+def _place(record: Record) -> Place:
+    return record["task"], record["length"], record["protocol"], record["index"]
 
 
 Figure = tuple[float, float | None]  # and its standard error
@@ -129,7 +140,9 @@ def _cell(
     tasks: int,
     figure: Figure,
     records: Sequence[Record],
+    full: Mapping[Place, str | None],
 ) -> Cell:
+    """full: the outputs of full attention."""
     length, protocol, metric, method = key
 
     def total(name: str) -> float:
@@ -138,7 +151,7 @@ def _cell(
     def ratio(name: str, unit: str) -> float | None:
         return total(name) / total(unit) if total(unit) else None
 
-    same = [record["same_as_full"] for record in records if record.get("same_as_full") is not None]
+    same = [r["output"] == full[_place(r)] for r in records if full.get(_place(r)) is not None]
     return Cell(
         task=task,
         length=length,

@@ -19,7 +19,7 @@ COSTS = {
     "and value rows that entered the output, and what was read to choose them.",
     "search MB": "The part of MB/token that was read to choose rows.",
     "search Mops": "Millions of multiply-adds per decoded token to choose rows.",
-    "same": "Share of the samples whose output is full attention's, token for token.",
+    "same": "Share of the samples whose output is full attention's, text for text.",
     "samples": "Samples per task.",
 }
 METRICS = {

@@ -15,7 +15,7 @@ from magicpig.attention.base import Method
 from magicpig.attention.plan import Plan, make_plan
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.hf.attention import DROP_IN, register
-from magicpig.hf.cache import BatchLayer, begin_pass
+from magicpig.hf.cache import BatchLayer, begin_pass, full_attention_layers
 
 __all__ = ["enable"]
 
@@ -104,7 +104,9 @@ def enable(
         raise RuntimeError("magicpig is enabled for this model already: leave that context first")
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     enabled = _Enabled(
-        model, make_plan(method, num_layers, lsh, dense_layers), window or WindowConfig()
+        model,
+        make_plan(method, num_layers, lsh, dense_layers, full_attention_layers(model.config)),
+        window or WindowConfig(),
     )
     register()
     before = _implementations(model)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
@@ -340,6 +341,12 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = len(self.rows) or (len(self.prompt.tensors[0]) if self.prompt else 0)
         self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+
+
+def full_attention_layers(config: PreTrainedConfig) -> list[int]:
+    """Layers that attend to all tokens: not sliding ones, nor those of other kinds."""
+    layers = DynamicCache(config=config).layers
+    return [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
 
 
 def _visible(mask: Tensor) -> Tensor:

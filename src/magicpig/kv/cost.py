@@ -13,9 +13,9 @@ class Cost:
     rows: far tokens whose key and value entered the output.
     tokens: far tokens there were, evicted ones included.
     row_bytes: read of those keys and values: once for a KV head where all query heads of its group
-        read all of them, else once for each query head.
+        read all of them, else once for each query head. lsh reads a norm of 4 bytes with each.
     search_bytes: read to find out which rows to read: keys, their projections, bounds of pages,
-        hash buckets.
+        hash buckets; not what all tokens share, such as directions to project on.
     search_ops: multiply-adds to the same end.
     """
 
@@ -30,10 +30,6 @@ class Cost:
     def share_read(self) -> float:
         """Of the far rows, those that were read; 1 where there were none."""
         return self.rows / self.tokens if self.tokens else 1.0
-
-    @property
-    def bytes_moved(self) -> int:
-        return self.row_bytes + self.search_bytes
 
     def __add__(self, other: Cost) -> Cost:
         """Of both together, where they are layers of the same steps."""
