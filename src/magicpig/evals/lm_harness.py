@@ -20,19 +20,25 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped]
-from lm_eval.api.registry import (  # type: ignore[import-untyped]
-    MODEL_REGISTRY,
-    register_model,
-)
-from lm_eval.models.utils import normalize_gen_kwargs  # type: ignore[import-untyped]
-from lm_eval.utils import (  # type: ignore[import-untyped]
-    get_rolling_token_windows,
-    make_disjoint_window,
-    simple_parse_args_string,
-)
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
+
+try:
+    from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped]
+    from lm_eval.api.registry import (  # type: ignore[import-untyped]
+        MODEL_REGISTRY,
+        register_model,
+    )
+    from lm_eval.models.utils import normalize_gen_kwargs  # type: ignore[import-untyped]
+    from lm_eval.utils import (  # type: ignore[import-untyped]
+        get_rolling_token_windows,
+        make_disjoint_window,
+        simple_parse_args_string,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}: the lm-evaluation-harness comes with pip install 'magicpig[lm-eval]'"
+    ) from error
 
 from magicpig.config import Strict, check_int
 from magicpig.engine.params import SamplingParams
