@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip -qq
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -13,10 +14,10 @@ demo: $(VENV)/.built
 
 test: lint unit sanitize
 
-unit: $(VENV)/.built
+unit: $(VENV)/.built $(VENV)/.tools
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.built
+lint: $(VENV)/.built $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h
@@ -40,7 +41,7 @@ neon: $(VENV)/.built
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)
 
-format: $(VENV)/.built
+format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h
@@ -56,10 +57,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		{ echo "magicpig needs Python 3.10 or later: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "setting up $(VENV): packages (torch is the large one) and the native build; once, a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.ready $(NATIVE)
-	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+# What tests and linters need besides; the demo does without.
+$(VENV)/.tools: $(VENV)/.ready
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
