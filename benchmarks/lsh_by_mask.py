@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magicpig import LSHConfig, reference
 from magicpig.attention.registry import register
-from magicpig.attention.tensor_method import Scoring, TensorMethod
+from magicpig.attention.tensor_method import NearAndFar, Scoring
 from magicpig.cli import main
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.tensor_layer import TensorLayer
@@ -27,7 +27,7 @@ from magicpig.kv.tensor_layer import TensorLayer
 
 @register
 @dataclass(frozen=True)
-class LshByMask(TensorMethod):
+class LshByMask(NearAndFar):
     """K and L. One segment: the far context as the prompt left it must not grow."""
 
     name: ClassVar[str] = "lsh-mask"

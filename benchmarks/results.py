@@ -70,7 +70,7 @@ RUNS = {
     "masks-4k": Run(
         "smollm2-ruler-32k",
         "4k",
-        10,
+        25,
         f"lsh:10:150,{MORE_LSH},{MASKS}",
         "easy",
         ("niah_single_3", "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe"),

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from zoo import make_model, make_tokenizer
 
 import magicpig
+from magicpig.engine.runner import Runner
 from magicpig.models import ModelError, load, pull
 
 settings.register_profile(
@@ -38,3 +40,32 @@ def default_model():
     except ModelError as error:
         pytest.skip(f"the default model cannot be had: {error}")
     return load("smollm2", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A folder with a small model that never ends by itself."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny = make_model("llama")
+    tiny.generation_config.eos_token_id = tiny.config.eos_token_id = None
+    tiny.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C comes in the n-th call of one of the runner's methods."""
+
+    def at(name, call):
+        method, calls = getattr(Runner, name), []
+
+        def interrupting(*arguments):
+            calls.append(1)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return method(*arguments)
+
+        monkeypatch.setattr(Runner, name, interrupting)
+
+    return at

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 from zoo import loaded, make_model, make_tokenizer
 
-from magicpig import LayerKV, LSHConfig, WindowConfig, merge, reference
+from magicpig import LayerKV, LSHConfig, WindowConfig, merge, plotting, reference
 from magicpig.analysis import estimators, observations, plots, report, texts
 from magicpig.analysis.capture import LayerInput, Reader, Starts
 from magicpig.analysis.estimators import Scene, weighted
@@ -428,7 +428,7 @@ def test_an_interrupted_report_leaves_no_parts(results, tmp_path, monkeypatch):
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RuntimeError, match=r"magicpig\[eval\]"):
-        plots.require()
+        plotting.require()
 
 
 @pytest.mark.parametrize(

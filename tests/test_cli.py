@@ -8,24 +8,9 @@ import sys
 
 import pytest
 from typer.testing import CliRunner
-from zoo import make_model, make_tokenizer
 
 import magicpig
 from magicpig.cli import app
-from magicpig.engine.runner import Runner
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A folder with a small model that never ends by itself."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny = make_model("llama")
-    tiny.generation_config.eos_token_id = None
-    tiny.config.eos_token_id = None
-    tiny.save_pretrained(folder)
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def run(*arguments, stdin=None):
@@ -167,24 +152,6 @@ def test_ctrl_c_in_decode_keeps_what_was_written(model):
     assert running.returncode == 130
     assert written + rest
     assert b"Traceback" not in errors
-
-
-@pytest.fixture
-def interrupted(monkeypatch):
-    """Ctrl-C comes in the n-th call of one of the runner's methods."""
-
-    def at(name, call):
-        method, calls = getattr(Runner, name), []
-
-        def interrupting(*arguments):
-            calls.append(1)
-            if len(calls) == call:
-                raise KeyboardInterrupt
-            return method(*arguments)
-
-        monkeypatch.setattr(Runner, name, interrupting)
-
-    return at
 
 
 def test_ctrl_c_shows_what_there_is(model, interrupted):

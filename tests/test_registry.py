@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from typer.testing import CliRunner
-from zoo import loaded, make_model, make_tokenizer
+from zoo import loaded
 
 from magicpig import LLM, LSHConfig, SamplingParams, WindowConfig
 from magicpig.attention import registry
@@ -258,16 +258,6 @@ def test_a_plan_does_not_adopt_what_it_cannot_keep():
 
 
 # On the command line
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny = make_model("llama")
-    tiny.generation_config.eos_token_id = tiny.config.eos_token_id = None
-    tiny.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("name", sorted(registry._methods))

@@ -6,16 +6,10 @@ The paper's figures and the borders between the verdicts stand at the top. All e
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from magicpig.analysis.inclusion import MIN_DRAWN
 from magicpig.analysis.summary import Results, error_at
-
-
-def percent(share: float) -> str:
-    """For sentences: three digits at the most, 4.1 %."""
-    return f"{100 * share:.3g} %"
-
+from magicpig.analysis.words import layers_in_words, median, percent
 
 AGREES, IN_PART, DIFFERS = "agrees", "agrees in part", "does not agree"
 HELPS, HELPS_IN_PART, DOES_NOT_HELP = "helps", "helps in part", "does not help"
@@ -82,9 +76,9 @@ def _by_layers(
     where = [layer for layer, value in values.items() if holds(value)]
     share = len(where) / len(values)
     verdict = AGREES if share >= MOST else IN_PART if share >= HALF else DIFFERS
-    middle = _median(list(values.values()))
+    middle = median(list(values.values()))
     others = [layer for layer in values if layer not in where]
-    exceptions = f"; not in {_layers(others)}" if where and others else ""
+    exceptions = f"; not in {layers_in_words(others)}" if where and others else ""
     sentence = (
         f"{claim} in {len(where)} of {len(values)} layers{exceptions} (median of the layers "
         f"{middle:.2f}, from {min(values.values()):.2f} to {max(values.values()):.2f}); "
@@ -104,7 +98,7 @@ def _sink_states(results: Results) -> Finding:
         f"state has a cosine above {SINK_SIMILARITY}",
         f"above {SINK_SIMILARITY}",
     )
-    later = _median([row["later_state_similarity"] for row in results["observations"]])
+    later = median([row["later_state_similarity"] for row in results["observations"]])
     special = (
         " This tokenizer puts the same token before every text: in use the first token's state is "
         "then the same by construction, since it sees nothing but itself."
@@ -153,7 +147,7 @@ def _coverage(results: Results) -> Finding:
     low, low_dense = (sum(row["top"] < COVERED for row in rows) for rows in (sampled, dense))
     worst = min([*sampled, *dense], key=lambda row: row["top"])
     verdict = AGREES if low else IN_PART if low_dense else DIFFERS
-    middle = _median([row["top"] for row in sampled])
+    middle = median([row["top"] for row in sampled])
     return (
         "mass of the top 20 % of keys",
         verdict,
@@ -384,20 +378,3 @@ def _first_lsh(results: Results) -> Results | None:
 def _heads(results: Results, sampled: bool) -> list[Results]:
     layers = results["about"]["sampled_layers"]
     return [row for row in results["heads"] if (row["layer"] in layers) == sampled]
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
-
-
-def _layers(layers: list[Any]) -> str:
-    """Numbers of layers, those that follow each other as a range: 0-2, 10, 11."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ("layer " if len(layers) == 1 else "layers ") + ", ".join(parts)

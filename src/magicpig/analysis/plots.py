@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from magicpig import plotting
 from magicpig.analysis import findings
 from magicpig.analysis.summary import Results, worst_heads
 
@@ -35,19 +35,9 @@ DPI = 110
 LARGEST_HEATMAP = 32  # heads, up to which each is labelled
 
 
-def require() -> None:
-    """Raises where matplotlib is missing: to be called before the work, not after."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise RuntimeError(
-            "plots need matplotlib, which is not installed: pip install 'magicpig[eval]'"
-        ) from None
-
-
 def draw(results: Results) -> dict[str, bytes]:
     """PNG files by name."""
-    require()
+    plotting.require()
     import matplotlib as mpl
 
     plots: dict[str, Callable[[Results], Figure]] = {
@@ -72,10 +62,7 @@ def draw(results: Results) -> dict[str, bytes]:
     files = {}
     with mpl.rc_context(style):
         for name, plot in plots.items():
-            figure = plot(results)
-            file = io.BytesIO()
-            figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
-            files[name] = file.getvalue()
+            files[name] = plotting.png(plot(results), dpi=DPI, bbox_inches="tight")
     return files
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 from magicpig.analysis import findings, plots
 from magicpig.analysis.summary import Results, worst_heads
+from magicpig.plotting import data_uri
 
 REPORT, DATA = "report.html", "analysis.json"
 
@@ -156,10 +156,9 @@ def _finding(found: dict[str, str]) -> str:
 
 
 def _figure(name: str, pictures: dict[str, bytes]) -> str:
-    data = base64.b64encode(pictures[name]).decode()
     caption = html.escape(CAPTIONS[name])
     return (
-        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
+        f'<figure><img alt="{caption}" src="{data_uri(pictures[name])}">'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 

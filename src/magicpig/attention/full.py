@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from magicpig.attention.tensor_method import Scoring, TensorMethod, attend_to_all
+from magicpig.attention.tensor_method import NearAndFar, Scoring, attend_to_all
 from magicpig.config import WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.far_tokens import FarTokens
@@ -17,7 +17,7 @@ from magicpig.kv.tensor_layer import TensorLayer
 
 
 @dataclass(frozen=True)
-class Full(TensorMethod):
+class Full(NearAndFar):
     """Exact attention over keys and values in the memory of the model's device."""
 
     name: ClassVar[str] = "full"

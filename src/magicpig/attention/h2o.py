@@ -143,8 +143,3 @@ class H2O(TensorMethod):
         state.far = state.far + _fitted(far, state.far.shape[1])
         far.zero_()
         near.zero_()
-
-    def attend_far(
-        self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        raise AssertionError("far and near are one here")

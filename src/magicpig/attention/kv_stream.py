@@ -13,14 +13,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from magicpig.attention.full import spend_on_all
-from magicpig.attention.tensor_method import Scoring, TensorMethod, attend_to_all
+from magicpig.attention.tensor_method import NearAndFar, Scoring, attend_to_all
 from magicpig.kv.base import LayerShape
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.tensor_layer import TensorLayer
 
 
 @dataclass(frozen=True)
-class KvStream(TensorMethod):
+class KvStream(NearAndFar):
     """Exact attention on the device over a cache that is not there."""
 
     name: ClassVar[str] = "kv-stream"

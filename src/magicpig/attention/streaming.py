@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from magicpig.attention.tensor_method import Scoring, TensorMethod
+from magicpig.attention.tensor_method import Scoring, TensorMethod, attend_to_windows
 from magicpig.kv.far_tokens import FarTokens
+from magicpig.kv.seats import Seats
 from magicpig.kv.tensor_layer import TensorLayer
 
 
@@ -23,7 +24,12 @@ class Streaming(TensorMethod):
     def grown(self, layer: TensorLayer, keys: Tensor, values: Tensor) -> FarTokens:
         return layer.far
 
-    def attend_far(
-        self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        raise AssertionError("there is no far context")
+    def attend(
+        self,
+        layers: Sequence[TensorLayer],
+        seats: Seats,
+        queries: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        return attend_to_windows(layers, seats, queries, Scoring(scale, softcap))[0]

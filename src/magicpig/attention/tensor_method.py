@@ -1,6 +1,6 @@
 """Methods in plain torch over tensors: what they share.
 
-The window is attended to exactly. Of the far context a method chooses rows; these are gathered and
+Most attend to the window exactly. Of the far context they choose rows; these are gathered and
 attended to, weighted if the method samples; both parts merge.
 """
 
@@ -105,6 +105,7 @@ class TensorMethod(Method):
     def collect(self, layer: TensorLayer) -> None:
         """Before a layer leaves its seats or changes there: what its steps left with them."""
 
+    @abstractmethod
     def attend(
         self,
         layers: Sequence[TensorLayer],
@@ -114,25 +115,45 @@ class TensorMethod(Method):
         softcap: float | None,
     ) -> Tensor:
         """Output [batch, heads, dim] of queries in float32, and its cost to each layer."""
+
+
+class NearAndFar(TensorMethod):
+    """Attends to windows exactly and to far contexts in its own way; both parts merge."""
+
+    def attend(
+        self,
+        layers: Sequence[TensorLayer],
+        seats: Seats,
+        queries: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         scoring = Scoring(scale, softcap)
         far = FarTokens.stack([layer.far for layer in layers])
         seats.far = far  # keeps the stack for the next step
-        keys, values, hidden = seats.tokens
-        out, lse = attend_to_all(queries, keys, values, scoring, hidden)
-        for layer in layers:
-            layer.spend(_asked(layer.shape, layer.far_seen))
+        near = attend_to_windows(layers, seats, queries, scoring)
         if not far.num_tokens:
-            return out
-        return merge(out, lse, *self.attend_far(layers, far, queries, scoring))[0]
+            return near[0]
+        return merge(*near, *self.attend_far(layers, far, queries, scoring))[0]
 
     @abstractmethod
     def attend_far(
         self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over the far context."""
+        """Output and log-sum-exp over the far context, and what it took."""
 
 
-class ChoosingMethod(TensorMethod):
+def attend_to_windows(
+    layers: Sequence[TensorLayer], seats: Seats, queries: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the windows; a step that has read nothing else so far."""
+    keys, values, hidden = seats.tokens
+    for layer in layers:
+        layer.spend(_asked(layer.shape, layer.far_seen))
+    return attend_to_all(queries, keys, values, scoring, hidden)
+
+
+class ChoosingMethod(NearAndFar):
     """Reads the rows that it chooses."""
 
     @abstractmethod

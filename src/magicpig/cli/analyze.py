@@ -51,10 +51,10 @@ def analyze(
     texts = [read_text(path) for path in file or []]
     folder = DEFAULT_OUT if out is None and not as_json else out
     if folder is not None:
-        from magicpig.analysis import plots
+        from magicpig import plotting
 
         check_folder(folder)
-        plots.require()
+        plotting.require()
     gc.disable()  # see generate
     from magicpig.analysis import report, study
     from magicpig.analysis.texts import default_text

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from magicpig import plotting
 from magicpig.cli.answer import use_threads
 from magicpig.cli.inputs import check_folder
 from magicpig.evals import perplexity as texts
-from magicpig.evals import plots
 from magicpig.evals.about import about
 from magicpig.evals.harness import Harness
 from magicpig.evals.prompts import PROTOCOLS, count_tokens, fingerprint, template_tokens
@@ -75,7 +75,7 @@ class Machine:
 def _harness(settings: Settings, machine: Machine) -> Harness:
     if machine.out:
         check_folder(machine.out)
-        plots.require()  # before hours of work, not after
+        plotting.require()  # before hours of work, not after
     use_threads(machine.threads)
     return Harness(
         settings.model,

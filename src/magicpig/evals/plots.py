@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from magicpig import plotting
 from magicpig.evals.summary import AVERAGE, Cell
 
 if TYPE_CHECKING:
@@ -35,19 +35,9 @@ LABELS = {"score": "score", "perplexity": "perplexity (lower is better)"}
 DPI = 150
 
 
-def require() -> None:
-    """Raises where matplotlib is missing: to be called before an hour's work, not after."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise RuntimeError(
-            "plots need matplotlib, which is not installed: pip install 'magicpig[eval]'"
-        ) from None
-
-
 def draw(cells: Sequence[Cell], theme: str = "light") -> dict[str, bytes]:
     """PNG files by name: for each metric one of figures against keys read and one of tasks."""
-    require()
+    plotting.require()
     if theme not in THEMES:
         raise ValueError(f"theme must be one of {', '.join(THEMES)}, not {theme!r}")
     styles = _styles(list(dict.fromkeys(cell.method for cell in cells)), theme)
@@ -56,8 +46,8 @@ def draw(cells: Sequence[Cell], theme: str = "light") -> dict[str, bytes]:
         for metric in dict.fromkeys(cell.metric for cell in cells):
             its = [cell for cell in cells if cell.metric == metric]
             if any(cell.keys_read is not None for cell in its):
-                files[f"{metric}_by_keys_read.png"] = _png(_by_keys_read(its, styles))
-            files[f"{metric}_by_task.png"] = _png(_by_task(its, theme))
+                files[f"{metric}_by_keys_read.png"] = plotting.png(_by_keys_read(its, styles))
+            files[f"{metric}_by_task.png"] = plotting.png(_by_task(its, theme))
     return files
 
 
@@ -291,9 +281,3 @@ def _brightness(colour: Sequence[float]) -> float:
 
 def _number(cell: Cell) -> str:
     return f"{cell.score:.0f}" if cell.metric == "score" else f"{cell.score:.2f}"
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()

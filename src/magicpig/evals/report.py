@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -10,10 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from magicpig import plotting
 from magicpig.evals import plots, tables
 from magicpig.evals.records import Record, write_whole
 from magicpig.evals.summary import AVERAGE, summary
 from magicpig.evals.tables import Table, markdown_table, terminal_table
+from magicpig.plotting import data_uri
 
 __all__ = ["markdown_table", "terminal_table", "write_report"]
 
@@ -35,9 +36,9 @@ def write_report(
 ) -> list[Path]:
     """Writes results.json, the plots and report.html, and returns their paths, the page's last.
 
-    about, settings: as `about()` and `Records` have them. Needs matplotlib: see `plots.require`.
+    about, settings: as `about()` and `Records` have them. Needs matplotlib: see `plotting.require`.
     """
-    plots.require()
+    plotting.require()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     cells = summary(records)
@@ -114,14 +115,10 @@ def _picture(name: str, light: bytes, dark: bytes) -> str:
     caption = next(text for end, text in CAPTIONS.items() if name.endswith(f"{end}.png"))
     width = int.from_bytes(light[16:20], "big") * 96 // plots.DPI  # PNG: in the first chunk
     return (
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{_uri(dark)}">'
-        f'<img src="{_uri(light)}" width={width} alt="{escape(caption)} The tables below have the '
-        f'figures."></picture><figcaption>{escape(caption)}</figcaption></figure>'
+        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{data_uri(dark)}">'
+        f'<img src="{data_uri(light)}" width={width} alt="{escape(caption)} The tables below '
+        f'have the figures."></picture><figcaption>{escape(caption)}</figcaption></figure>'
     )
-
-
-def _uri(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _definitions(terms: Iterable[tuple[str, str]]) -> str:
