@@ -115,7 +115,11 @@ def run(name: str, folder: Path, processes: int, more: list[str], only: list[str
 
 def keep(name: str, folder: Path) -> None:
     """All samples of a run in one file; a folder may hold one task or many."""
-    found = [r for each in sorted(folder.glob(f"{name}-*/")) for r in records.read(each)[0]]
+    found = [
+        r
+        for each in sorted(folder.glob(f"{name}-*/samples.jsonl"))
+        for r in records.read(each.parent)[0]
+    ]
     if not found:
         raise SystemExit(f"no results of {name} in {folder}")
     text = "".join(json.dumps(record) + "\n" for record in found)

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <numeric>
 
 #include "dispatch.h"
 #include "queries.h"
 #include "stopwatch.h"
 #include "threads.h"
+#include "threshold.h"
 
 namespace magicpig {
 
@@ -15,7 +17,7 @@ namespace {
 
 constexpr size_t kExactRows = 4096;  // of one exact task; fixed, so that results depend on neither threads nor batch
 
-// One query head over a run's rows, none of them chosen yet.
+// Query heads over a run's rows, none of them chosen yet.
 RowsArgs rows_args(const Geometry& geometry, const Run& run, uint32_t kv_head, const PreparedQueries& queries,
                    size_t query) {
   RowsArgs args = {};
@@ -26,21 +28,19 @@ RowsArgs rows_args(const Geometry& geometry, const Run& run, uint32_t kv_head, c
   return args;
 }
 
-// Chooses the rows that the index draws; they stay in `scratch`.
-void draw_rows(const Tables& index, uint32_t kv_head, const PreparedQueries& queries, size_t query,
-               Tables::Scratch& scratch, RowsArgs& args) {
-  queries.codes(query, scratch.codes);
-  args.count = index.draw(kv_head, static_cast<const char*>(args.rows), scratch);
-  args.ids = scratch.ids.data();
-  args.inclusion = index.inclusion(kv_head, queries.values(query), queries.inv_norm(query));
+void choose(const Drawn& drawn, RowsArgs& args) {
+  args.ids = drawn.ids;
+  args.count = drawn.count;
+  args.inclusion = drawn.inclusion;
+  args.log_probability = drawn.log_probability;
 }
 
-// Rows of one run for one query head (drawn from its index) or for all heads of a group (a range, exactly).
+// A range of a run's rows for some heads of a group: read exactly, or drawn from by the run's index.
 struct Task {
   const Run* run;
-  uint32_t head;          // the first query head, within the sequence
-  uint32_t num_heads;     // 1 when drawn
-  uint32_t first, count;  // the range, when exact
+  uint32_t head;  // the first query head, within the sequence
+  uint32_t num_heads;
+  uint32_t first, count;
   bool drawn;
   size_t state;  // its first PartialState
 };
@@ -61,7 +61,9 @@ class Call {
         geometry_(geometry),
         scoring_(scoring),
         result_(result),
-        queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads, !exact && any_index(batch)) {
+        queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads, !exact && any_index(batch),
+                 scoring.scale) {
+    if (geometry.scan && !exact) set_thresholds(k_, geometry, batch, queries_);
     std::fill_n(result.rows_read, batch.size() * geometry.num_heads, 0);
     plan(batch, exact);
   }
@@ -95,16 +97,13 @@ class Call {
       group.kv_head = static_cast<uint32_t>(g % geometry_.num_kv_heads);
       group.first_task = tasks_.size();
       for (const Run& run : batch[group.sequence]) {
-        if (run.index && !exact) {
-          for (uint32_t h = 0; h < group_size; ++h, ++num_states) {
-            tasks_.push_back({&run, group.kv_head * group_size + h, 1, 0, 0, true, num_states});
-          }
-          continue;
-        }
-        for (size_t first = 0; first < run.num_tokens; first += kExactRows, num_states += group_size) {
-          const size_t count = std::min(kExactRows, run.num_tokens - first);
-          tasks_.push_back({&run, group.kv_head * group_size, group_size, static_cast<uint32_t>(first),
-                            static_cast<uint32_t>(count), false, num_states});
+        const bool drawn = run.index && !exact;
+        const uint32_t rows = drawn ? run.index->tokens_at_once() : kExactRows,
+                       heads = drawn ? run.index->heads_at_once(group_size) : group_size;
+        for (uint32_t first = 0; first < run.num_tokens; first += rows) {
+          const uint32_t count = std::min(rows, run.num_tokens - first);
+          for (uint32_t h = 0; h < group_size; h += heads, num_states += heads)
+            tasks_.push_back({&run, group.kv_head * group_size + h, heads, first, count, drawn, num_states});
         }
       }
       group.end_task = tasks_.size();
@@ -114,8 +113,8 @@ class Call {
     const size_t stride = (geometry_.dim() + 31) / 32 * 32;
     outs_.resize(num_states * stride);
     states_.resize(num_states);
-    rows_of_task_.resize(tasks_.size());
-    visited_by_task_.resize(tasks_.size());
+    rows_.resize(num_states);
+    visited_.resize(num_states);
     for (size_t i = 0; i < num_states; ++i) states_[i].out = outs_.data() + i * stride;
   }
 
@@ -125,21 +124,30 @@ class Call {
     args.scale = scoring_.scale;
     args.softcap = scoring_.softcap;
     const Stopwatch watch;
-    double drawn = 0;
+    double drawing = 0;
     if (task.drawn) {
-      static thread_local Tables::Scratch scratch;
-      draw_rows(*task.run->index, group.kv_head, queries_, query, scratch, args);
-      drawn = watch.seconds();
-      visited_by_task_[&task - tasks_.data()] = scratch.visited;
+      static thread_local std::vector<Drawn> drawn;
+      drawn.resize(task.num_heads);
+      task.run->index->draw({queries_, query, task.num_heads, group.kv_head, task.run->rows(group.kv_head), task.first,
+                             task.count},
+                            drawn.data());
+      drawing = watch.seconds();
+      for (uint32_t h = 0; h < task.num_heads; ++h) {
+        choose(drawn[h], args);
+        args.queries = queries_.view(query + h);
+        k_.attend[geometry_.type](args, &states_[task.state + h]);
+        rows_[task.state + h] = drawn[h].count;
+        visited_[task.state + h] = drawn[h].visited;
+      }
     } else {
       args.rows = static_cast<const char*>(args.rows) + task.first * geometry_.row_bytes();
       args.count = task.count;
       args.num_heads = task.num_heads;
+      k_.attend[geometry_.type](args, &states_[task.state]);
+      std::fill_n(rows_.begin() + static_cast<std::ptrdiff_t>(task.state), task.num_heads, task.count);
     }
-    k_.attend[geometry_.type](args, states_.data() + task.state);
-    rows_of_task_[&task - tasks_.data()] = args.count;
-    draw_ns_ += static_cast<int64_t>(drawn * 1e9);
-    (task.drawn ? drawn_ns_ : exact_ns_) += static_cast<int64_t>((watch.seconds() - drawn) * 1e9);
+    draw_ns_ += static_cast<int64_t>(drawing * 1e9);
+    (task.drawn ? drawn_ns_ : exact_ns_) += static_cast<int64_t>((watch.seconds() - drawing) * 1e9);
   }
 
   void merge(const Group& group) {
@@ -151,18 +159,19 @@ class Call {
       auto each = [&](auto&& visit) {
         for (size_t i = group.first_task; i < group.end_task; ++i) {
           const Task& task = tasks_[i];
-          if (task.head <= head && head < task.head + task.num_heads) visit(states_[task.state + head - task.head], i);
+          if (task.head <= head && head < task.head + task.num_heads) visit(task.state + head - task.head);
         }
       };
       float peak = -INFINITY;
-      each([&](const PartialState& state, size_t) { peak = std::max(peak, state.max); });
+      each([&](size_t i) { peak = std::max(peak, states_[i].max); });
       double total = 0;
       int64_t rows = 0, visited = 0;
       std::fill_n(out, geometry_.head_dim, 0.0f);
-      each([&](const PartialState& state, size_t i) {
-        rows += static_cast<int64_t>(rows_of_task_[i]);
-        visited += static_cast<int64_t>(visited_by_task_[i]);
-        if (rows_of_task_[i] == 0) return;
+      each([&](size_t i) {
+        const PartialState& state = states_[i];
+        rows += static_cast<int64_t>(rows_[i]);
+        visited += static_cast<int64_t>(visited_[i]);
+        if (rows_[i] == 0) return;
         const float weight = std::exp(state.max - peak);
         total += double{weight} * state.sum;
         for (uint32_t d = 0; d < geometry_.head_dim; ++d) out[d] += weight * state.out[d];
@@ -179,14 +188,58 @@ class Call {
   const Geometry& geometry_;
   const Scoring scoring_;
   const AttendResult& result_;
-  const PreparedQueries queries_;
+  PreparedQueries queries_;
   std::vector<Task> tasks_;
-  std::vector<size_t> group_of_, rows_of_task_, visited_by_task_;
+  std::vector<size_t> group_of_, rows_, visited_;  // the last two: of each state
   std::vector<Group> groups_;
   std::vector<PartialState> states_;
   std::vector<float> outs_;
   std::atomic<int64_t> draw_ns_{0}, drawn_ns_{0}, exact_ns_{0};
 };
+
+// What the heads of a group draw from a run whose first token is number `start`, behind what is in their samples.
+void sample_run(const Geometry& geometry, const Run& run, uint32_t kv_head, const PreparedQueries& queries,
+                int32_t start, Sample* samples) {
+  const uint32_t group = geometry.group(), rows = run.index ? run.index->tokens_at_once() : run.num_tokens,
+                 heads = run.index ? run.index->heads_at_once(group) : 1;
+  std::vector<Drawn> drawn(heads);
+  for (uint32_t first = 0; first < run.num_tokens; first += rows) {
+    for (uint32_t h = 0; h < group; h += heads) {
+      const size_t query = kv_head * group + h;
+      if (run.index)
+        run.index->draw({queries, query, heads, kv_head, run.rows(kv_head), first, std::min(rows, run.num_tokens - first)},
+                        drawn.data());
+      for (uint32_t i = 0; i < heads; ++i) {
+        Sample& sample = samples[h + i];
+        const size_t at = sample.rows.size(), count = run.index ? drawn[i].count : run.num_tokens;
+        for (size_t j = 0; j < count; ++j)
+          sample.rows.push_back(start + (run.index ? drawn[i].ids[j] : static_cast<int32_t>(j)));
+        sample.log_probability.resize(at + count, 0.0f);
+        float* log_probability = sample.log_probability.data() + at;
+        if (run.index && drawn[i].log_probability) {
+          std::copy_n(drawn[i].log_probability, count, log_probability);
+        } else if (run.index) {
+          RowsArgs args = rows_args(geometry, run, kv_head, queries, query + i);
+          choose(drawn[i], args);
+          kernels().log_inclusion[geometry.type](args, log_probability);
+        }
+      }
+    }
+  }
+}
+
+// In ascending order of rows.
+void sort(Sample& sample) {
+  std::vector<size_t> order(sample.rows.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return sample.rows[a] < sample.rows[b]; });
+  Sample sorted;
+  for (size_t i : order) {
+    sorted.rows.push_back(sample.rows[i]);
+    sorted.log_probability.push_back(sample.log_probability[i]);
+  }
+  sample = std::move(sorted);
+}
 
 }  // namespace
 
@@ -195,32 +248,21 @@ Timing attend(const Geometry& geometry, const std::vector<std::vector<Run>>& bat
   return Call(geometry, batch, queries, type, scoring, exact, result).run();
 }
 
-std::vector<Sample> sample(const Geometry& geometry, const std::vector<Run>& runs, const char* queries, RowType type) {
+std::vector<Sample> sample(const Geometry& geometry, const std::vector<Run>& runs, const char* queries, RowType type,
+                           float scale) {
   const Kernels& k = kernels();
-  const PreparedQueries prepared(k, geometry, queries, type, geometry.num_heads, geometry.lsh != nullptr);
+  PreparedQueries prepared(k, geometry, queries, type, geometry.num_heads, geometry.indexed(), scale);
+  if (geometry.scan) set_thresholds(k, geometry, {runs}, prepared);
   std::vector<Sample> samples(geometry.num_heads);
-  parallel_for(geometry.num_heads, [&](size_t head) {
-    const uint32_t kv_head = static_cast<uint32_t>(head / geometry.group());
-    Sample& sample = samples[head];
-    Tables::Scratch scratch;
+  parallel_for(geometry.num_kv_heads, [&](size_t head) {
+    const auto kv_head = static_cast<uint32_t>(head);
     int32_t start = 0;
     for (const Run& run : runs) {
-      if (const Tables* index = run.index) {
-        RowsArgs args = rows_args(geometry, run, kv_head, prepared, head);
-        draw_rows(*index, kv_head, prepared, head, scratch, args);
-        std::sort(scratch.ids.begin(), scratch.ids.begin() + args.count);
-        const size_t at = sample.rows.size();
-        sample.rows.resize(at + args.count);
-        sample.log_probability.resize(at + args.count);
-        k.log_inclusion[geometry.type](args, sample.log_probability.data() + at);
-        for (size_t i = 0; i < args.count; ++i) sample.rows[at + i] = start + scratch.ids[i];
-      } else {
-        for (uint32_t i = 0; i < run.num_tokens; ++i) sample.rows.push_back(start + static_cast<int32_t>(i));
-        sample.log_probability.resize(sample.rows.size(), 0.0f);
-      }
+      sample_run(geometry, run, kv_head, prepared, start, samples.data() + kv_head * geometry.group());
       start += static_cast<int32_t>(run.num_tokens);
     }
   });
+  for (Sample& one : samples) sort(one);
   return samples;
 }
 

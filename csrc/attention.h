@@ -38,6 +38,7 @@ struct Sample {
   std::vector<int32_t> rows;
   std::vector<float> log_probability;
 };
-std::vector<Sample> sample(const Geometry& geometry, const std::vector<Run>& runs, const char* queries, RowType type);
+std::vector<Sample> sample(const Geometry& geometry, const std::vector<Run>& runs, const char* queries, RowType type,
+                           float scale);
 
 }  // namespace magicpig

@@ -17,6 +17,7 @@
 #include "dispatch.h"
 #include "layer_kv.h"
 #include "roofs.h"
+#include "tables.h"
 #include "threads.h"
 
 namespace magicpig {
@@ -79,7 +80,7 @@ std::pair<ByteView, ByteView> segment_memory(const LayerKV& kv, size_t i) {
   const auto view = [&](const Buffer& buffer) {
     return ByteView(reinterpret_cast<const uint8_t*>(buffer.data()), {buffer.size()}, owner);
   };
-  const Tables* index = (*held)->index();
+  const Index* index = (*held)->index();
   return {view((*held)->row_memory()), index ? view(index->memory()) : ByteView(nullptr, {0}, owner)};
 }
 
@@ -121,14 +122,15 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
   return {timing.draw, timing.drawn, timing.exact, tokens};
 }
 
-std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries) {
+std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries, float scale) {
+  if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   const char* data = query_data(queries, 1, kv.geometry());
   const RowType type = type_of(queries, "queries");
   std::vector<Sample> samples;
   {
     nb::gil_scoped_release release;
     const auto segments = kv.segments();
-    samples = sample(kv.geometry(), runs_of(*segments), data, type);
+    samples = sample(kv.geometry(), runs_of(*segments), data, type, scale);
   }
   std::vector<std::pair<Vector<int32_t>, Vector<float>>> out;
   for (Sample& head : samples) {
@@ -155,8 +157,8 @@ Codes codes(const Lsh& lsh, const In<float, 2>& x) {
 Codes segment_codes(const LayerKV& kv, size_t segment, uint32_t kv_head) {
   const auto segments = kv.segments();
   if (segment >= segments->size() || kv_head >= kv.geometry().num_kv_heads) refuse("no such segment or kv_head");
-  const Tables* index = (*segments)[segment]->index();
-  if (index == nullptr) refuse("the segment has no index");
+  const auto* index = dynamic_cast<const Tables*>((*segments)[segment]->index());
+  if (index == nullptr) refuse("the segment has no hash tables");
   return owned<2>(index->codes(kv_head), {(*segments)[segment]->num_tokens(), kv.geometry().lsh->num_tables});
 }
 
@@ -185,15 +187,27 @@ NB_MODULE(_native, m) {
           "bits_per_table"_a, "num_tables"_a, "min_collisions"_a, "projection"_a.noconvert())
       .def("codes", &codes, "x"_a.noconvert(), "Buckets [n, num_tables] of vectors x [n, head_dim]; for tests.");
 
+  nb::class_<Scan>(m, "Scan")
+      .def(
+          "__init__",
+          [](Scan* self, uint32_t bits_per_dim, float budget, uint32_t min_rows, uint32_t seed, uint32_t head_dim,
+             const In<float, 2>& signs) {
+            if (signs.shape(0) > kMaxRounds || signs.shape(1) != padded_dim(head_dim))
+              refuse("signs must have a column for each dimension, padded, and few rows");
+            new (self) Scan(bits_per_dim, budget, min_rows, seed, head_dim, signs.data(),
+                            static_cast<uint32_t>(signs.shape(0)));
+          },
+          "bits_per_dim"_a, "budget"_a, "min_rows"_a, "seed"_a, "head_dim"_a, "signs"_a.noconvert());
+
   nb::class_<LayerKV>(m, "LayerKV")
       .def(
           "__init__",
           [](LayerKV* self, uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, const std::string& dtype,
-             std::shared_ptr<Lsh> lsh, uint32_t exact_below) {
-            new (self)
-                LayerKV(Geometry{num_heads, num_kv_heads, head_dim, type_named(dtype), std::move(lsh), exact_below});
+             std::shared_ptr<Lsh> lsh, std::shared_ptr<Scan> scan, uint32_t exact_below) {
+            new (self) LayerKV(Geometry{num_heads, num_kv_heads, head_dim, type_named(dtype), std::move(lsh),
+                                        std::move(scan), exact_below});
           },
-          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "exact_below"_a)
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "scan"_a.none(), "exact_below"_a)
       .def("append", &append, "keys"_a.noconvert(), "values"_a.noconvert())
       .def("fork", &LayerKV::fork)
       .def("read", &read, "first"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
@@ -215,12 +229,12 @@ NB_MODULE(_native, m) {
             double rows = 0, hash = 0, sort = 0;
             for (const auto& segment : *kv.segments()) {
               rows += segment->row_seconds();
-              if (segment->index()) hash += segment->index()->hash_seconds();
+              if (segment->index()) hash += segment->index()->code_seconds();
               if (segment->index()) sort += segment->index()->sort_seconds();
             }
             return std::make_tuple(rows, hash, sort);
           },
-          "Seconds it took to copy the rows, hash the keys and sort them into tables, over the segments there are.")
+          "Seconds it took to copy the rows, code the keys and sort the codes, over the segments there are.")
       .def("segment_codes", &segment_codes, "segment"_a, "kv_head"_a,
            "Buckets [tokens, num_tables] of a segment's keys, read back from its tables; for tests.")
       .def_prop_ro(
@@ -241,7 +255,7 @@ NB_MODULE(_native, m) {
       "lse"_a.noconvert(), "rows_read"_a.noconvert(),
       "Fills out, lse and rows_read; returns the thread-seconds of drawing, of attention over drawn rows and over rows "
       "read whole, and the tokens of each kv.");
-  m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "Per head: row ids and log inclusion probabilities.");
+  m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "scale"_a, "Per head: row ids and log inclusion probabilities.");
 
   m.def("available_memory", &available_memory, "Bytes that can still be had.");
   m.def("isa", [] { return std::string(kernels().name); });

@@ -60,7 +60,8 @@ inline RowType type_named(const std::string& name) {
 
 inline bool same(const Geometry& a, const Geometry& b) {
   return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim &&
-         a.type == b.type && (a.lsh == b.lsh || (a.lsh && b.lsh && *a.lsh == *b.lsh));
+         a.type == b.type && (a.lsh == b.lsh || (a.lsh && b.lsh && *a.lsh == *b.lsh)) &&
+         (a.scan == b.scan || (a.scan && b.scan && *a.scan == *b.scan));
 }
 
 using Rows = nb::ndarray<nb::pytorch, nb::ndim<3>, nb::c_contig, nb::device::cpu>;

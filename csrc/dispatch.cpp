@@ -28,7 +28,8 @@ std::vector<const Kernels*> supported_kernels() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
       all.push_back(&avx512::kernels);
-      if (__builtin_cpu_supports("avx512bf16")) all.push_back(&avx512_bf16::kernels);
+      if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+        all.push_back(&avx512_bf16::kernels);
     }
   }
 #elif defined(MAGICPIG_ARM64)

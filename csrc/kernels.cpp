@@ -16,6 +16,7 @@
 #include "kernels_linear.h"
 #include "kernels_norm.h"
 #include "kernels_prompt.h"
+#include "kernels_scan.h"
 
 namespace magicpig {
 
@@ -38,6 +39,9 @@ extern const Kernels kernels = {
     {add_keys<bf16>, add_keys<f16>, add_keys<float>},
     {centre<bf16>, centre<f16>, centre<float>},
     hash,
+    encode,
+    {scan_logs<1>, scan_logs<2>, scan_logs<4>},
+    {scan_draw<1>, scan_draw<2>, scan_draw<4>},
     exp_of,
     sizeof(LinearInput),
     prepare_inputs,

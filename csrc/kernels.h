@@ -59,6 +59,8 @@ struct RowsArgs {
   float scale;
   float softcap;  // scores s become softcap tanh(s / softcap); 0 leaves them as they are
   Inclusion inclusion;
+  const float* log_probability;  // of each id, where the index knows it: in place of `inclusion`; null: it does not.
+                                 // Readable to the next multiple of 32.
 };
 
 // Attention over some rows, not normalised: sum_i exp(logit_i - max) and the same weights times the values.
@@ -113,6 +115,49 @@ struct PromptState {
 };
 constexpr float kLargest = 3.402823466e38f;
 
+// Codes of keys lie in blocks of sixteen keys: lines of 64 bytes, then the keys' factors and biases, sixteen floats each.
+// A line holds 32 / bits dimensions; bits [8 j + bits g, + bits) of its word k are dimension 4 g + j of key k.
+constexpr uint32_t kCodeBlock = 16;
+constexpr uint32_t kMaxRounds = 4;
+
+struct EncodeArgs {
+  const float* centred;  // [count, dim]
+  size_t count;          // up to kCodeBlock
+  uint32_t dim;
+  uint32_t bits;        // per dimension: 1, 2 or 4
+  float step;           // between levels, for elements of unit variance
+  const float* signs;   // [num_rounds, dim], scaled so that each round keeps norms
+  uint32_t num_rounds;  // a round: signs, then a Hadamard transform of `span` dimensions, the first or the last by turns
+  uint32_t span;
+  char* block;
+  float* scratch;  // [dim rounded up to a line, 16]
+};
+
+// Logs of the weights by which keys are drawn: factor (slope x.q + offset) + bias + base, x the codes.
+struct ScanArgs {
+  const char* blocks;
+  size_t num_blocks;
+  uint32_t num_lines;  // of a block
+  uint32_t num_heads;
+  const int8_t* queries;  // [num_heads, num_lines * 32 / bits], rotated
+  const float *slopes, *offsets, *bases;
+};
+
+// Rows are drawn each by itself: with probability p = its weight, as read off the linear interpolation of 2^n, at most
+// 1 and at least kLeastProbability. Row i is drawn where the number that (i, key) gives is at most p.
+constexpr float kLeastProbability = 1.0f / 65536;
+struct DrawArgs {
+  uint32_t key[2];
+  uint16_t first_id;  // of the first block's first key
+  size_t count;       // keys; the rest of the last block is padding
+  const char* rows;   // of the segment's first token, to be asked for from memory
+  size_t row_bytes;
+  size_t stride;  // between heads in ids and log_probability: count, rounded up to 16, or more
+  uint16_t* ids;
+  float* log_probability;
+  size_t* num_drawn;  // [num_heads]
+};
+
 enum Activation { kSilu = 0, kGeluTanh = 1 };
 enum NormScale { kTimesWeight = 0, kTimesOnePlusWeight = 1 };
 
@@ -136,6 +181,11 @@ struct Kernels {
   // panels: [groups][dim / 2][16][2]. scratch: (count + 8) * dim floats.
   void (*hash)(const float* x, size_t count, uint32_t dim, const bf16* panels, uint32_t num_groups, uint16_t* bits,
                size_t bits_stride, float* scratch);
+  // A block of codes of centred keys, and their factors |c|^2 / c.x; biases are not touched.
+  void (*encode)(const EncodeArgs& args);
+  // By log2 of the bits. All logs [num_heads, num_blocks * 16]; or rows drawn by them.
+  void (*scan_logs[3])(const ScanArgs& args, float* logs);
+  void (*scan_draw[3])(const ScanArgs& args, const DrawArgs& draw);
   void (*exp)(const float* x, size_t count, float* out);  // count: a multiple of 16; for tests
   size_t input_bytes;                                     // of an element of prepared inputs
   // Brings `in` columns of bf16 rows into the form the linear kernels read, and fills an odd last pair with zero.

@@ -8,6 +8,7 @@ template <class T>
 struct Block {
   const T* rows[kBlock];
   uint16_t ids[kBlock];
+  size_t first;
   int valid;   // rows that count
   int padded;  // valid rounded up to a multiple of 4; the surplus repeats the last row
 };
@@ -18,6 +19,7 @@ inline void fill(const RowsArgs& args, size_t first, Block<T>& block) {
   const T* base = static_cast<const T*>(args.rows);
   const size_t stride = 2 * static_cast<size_t>(args.dim);
   const size_t left = args.count - first;
+  block.first = first;
   block.valid = left < kBlock ? static_cast<int>(left) : kBlock;
   block.padded = (block.valid + 3) & ~3;
   for (int i = 0; i < block.valid; ++i) {
@@ -49,6 +51,7 @@ inline void to_weights(const RowsArgs& args, const Block<T>& block, float* score
     vec products = load(scores + i);
     vec logits = mul(products, set1(args.scale));
     if (args.softcap > 0) logits = mul(tanh(mul(logits, set1(1 / args.softcap))), set1(args.softcap));
+    if (args.log_probability) logits = sub(logits, load(args.log_probability + block.first + i));
     if (args.inclusion.log_u) logits = sub(logits, log_inclusion(args.inclusion, products, block.ids + i));
     store(scores + i, logits);
     for (int j = block.valid; j < i + static_cast<int>(kChunk); ++j) scores[j] = -__builtin_inff();

@@ -4,6 +4,12 @@
 namespace magicpig {
 namespace {
 
+// A number that is a type.
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
 // exp(x) for x <= 88; relative error below 2e-7 where the result is a normal number, exactly 0 below -87.33 (the last
 // argument whose result is normal), 1 at 0, NaN for NaN.
 inline vec exp(vec x) {

@@ -85,6 +85,8 @@ LayerKV::LayerKV(Geometry geometry) : geometry_(std::move(geometry)), list_(std:
   require(g.head_dim >= 8 && g.head_dim <= kMaxDim && g.head_dim % 8 == 0,
           "head_dim must be a multiple of 8 from 8 to 256, not " + std::to_string(g.head_dim));
   require(!g.lsh || g.lsh->head_dim == g.head_dim, "index was made for another head_dim");
+  require(!g.scan || g.scan->head_dim == g.head_dim, "index was made for another head_dim");
+  require(!g.lsh || !g.scan, "a layer has one index");
 }
 
 std::shared_ptr<const SegmentList> LayerKV::segments() const {

@@ -17,7 +17,7 @@ constexpr size_t kRowsAtOnce = 32;
 }
 
 PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometry, const char* queries, RowType type,
-                                 size_t count, bool hashed)
+                                 size_t count, bool drawing, float scale)
     : dim_(geometry.dim()), lsh_(geometry.lsh), values_(count * dim_), hi_(count * dim_), inv_norms_(count) {
   if (type != kBF16) lo_.resize(values_.size());
   std::atomic<bool> needs_lo{false};
@@ -27,7 +27,8 @@ PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometr
     if (prepare(kernels, geometry, source, type, first, rows)) needs_lo = true;
   });
   if (!needs_lo) lo_.clear();
-  if (hashed) sign_bits_ = lsh_->sign_bits(kernels, values_.data(), count);
+  if (drawing && lsh_) sign_bits_ = lsh_->sign_bits(kernels, values_.data(), count);
+  if (drawing && geometry.scan) scan_ = ScanQueries(*geometry.scan, values_.data(), count, geometry.group(), scale);
 }
 
 // Fills in rows first .. first + rows - 1; says whether the low part of any of them is not zero.

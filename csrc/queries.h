@@ -11,10 +11,10 @@ namespace magicpig {
 
 class PreparedQueries {
  public:
-  // queries: [count, head_dim] dense, of the given type. hashed: also find their buckets.
-  // std::invalid_argument for NaN, infinity or too large a norm.
+  // queries: [count, head_dim] dense, of the given type. drawing: also as the geometry's index wants them, which may
+  // want to know the scale of the scores. std::invalid_argument for NaN, infinity or too large a norm.
   PreparedQueries(const Kernels& kernels, const Geometry& geometry, const char* queries, RowType type, size_t count,
-                  bool hashed);
+                  bool drawing, float scale);
 
   Queries view(size_t i) const {
     return {values(i), hi_.data() + i * dim_, lo_.empty() ? nullptr : lo_.data() + i * dim_};
@@ -22,6 +22,8 @@ class PreparedQueries {
   const float* values(size_t i) const { return values_.data() + i * dim_; }
   float inv_norm(size_t i) const { return inv_norms_[i]; }
   void codes(size_t i, std::vector<uint16_t>& out) const;  // the query's bucket in each table
+  const ScanQueries& scan() const { return scan_; }
+  ScanQueries& scan() { return scan_; }
 
  private:
   bool prepare(const Kernels& kernels, const Geometry& geometry, const char* source, RowType type, size_t first,
@@ -33,6 +35,7 @@ class PreparedQueries {
   std::vector<bf16> hi_, lo_;  // the same, split in two; no low part when the high one says it all
   std::vector<float> inv_norms_;
   std::vector<uint16_t> sign_bits_;
+  ScanQueries scan_;
 };
 
 }  // namespace magicpig

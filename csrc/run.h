@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "geometry.h"
-#include "tables.h"
+#include "index.h"
 
 namespace magicpig {
 
@@ -14,7 +14,7 @@ struct Run {
   const char* first_rows;  // of KV head 0
   size_t head_bytes;       // from one KV head's rows to the next's
   uint32_t num_tokens;
-  const Tables* index;  // draws rows; null: all are read
+  const Index* index;  // draws rows; null: all are read
 
   const char* rows(uint32_t kv_head) const { return first_rows + kv_head * head_bytes; }
 };

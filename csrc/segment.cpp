@@ -5,8 +5,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "codes.h"
 #include "dispatch.h"
 #include "stopwatch.h"
+#include "tables.h"
 #include "threads.h"
 
 namespace magicpig {
@@ -46,7 +48,7 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
   row_seconds_ = watch.seconds();
 }
 
-Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer tables)
+Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer index)
     : num_tokens_(count),
       num_kv_heads_(geometry.num_kv_heads),
       row_bytes_(geometry.row_bytes()),
@@ -54,14 +56,21 @@ Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer t
   if (count < 1 || count > kMaxTokens) throw std::invalid_argument("a segment has from 1 to 65,536 tokens");
   if (rows_.size() != size_t{num_kv_heads_} * count * row_bytes_)
     throw std::invalid_argument("rows have the wrong size");
-  if (tables.size() == 0) return;
-  if (!geometry.lsh) throw std::invalid_argument("tables belong to layers with an index");
-  index_ = std::make_unique<Tables>(geometry.lsh, geometry.type, num_kv_heads_, count, std::move(tables));
+  if (index.size() == 0) return;
+  if (!geometry.indexed()) throw std::invalid_argument("an index belongs to layers that have one");
+  if (geometry.lsh)
+    index_ = std::make_unique<Tables>(geometry.lsh, geometry.type, num_kv_heads_, count, std::move(index));
+  else
+    index_ = std::make_unique<Codes>(geometry.scan, geometry.type, num_kv_heads_, count, std::move(index));
 }
 
 void Segment::build_index(const Geometry& geometry) {
-  if (!geometry.lsh || num_tokens_ < geometry.exact_below) return;
-  index_ = std::make_unique<Tables>(kernels(), geometry.lsh, geometry.type, num_kv_heads_, num_tokens_, rows_.data());
+  if (!geometry.indexed() || num_tokens_ < geometry.exact_below) return;
+  const Kernels& k = kernels();
+  if (geometry.lsh)
+    index_ = std::make_unique<Tables>(k, geometry.lsh, geometry.type, num_kv_heads_, num_tokens_, rows_.data());
+  else
+    index_ = std::make_unique<Codes>(k, geometry.scan, geometry.type, num_kv_heads_, num_tokens_, rows_.data());
 }
 
 void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {

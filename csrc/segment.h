@@ -37,16 +37,16 @@ class Segment {
   // what attention can take.
   Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count);
 
-  // A segment that was saved: rows, and tables if it had an index, as another's memories had them.
-  // std::invalid_argument for a wrong size and for tables that reach outside.
-  Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer tables);
+  // A segment that was saved: rows, and its index if it had one, as another's memories had them.
+  // std::invalid_argument for a wrong size and for an index that reaches outside.
+  Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer index);
 
   // Called once, before anyone else sees the segment.
   void build_index(const Geometry& geometry);
 
   uint32_t num_tokens() const { return num_tokens_; }
   Run run() const { return {rows_.data(), size_t{num_tokens_} * row_bytes_, num_tokens_, index_.get()}; }
-  const Tables* index() const { return index_.get(); }  // null: read the rows whole
+  const Index* index() const { return index_.get(); }  // null: read the rows whole
   double row_seconds() const { return row_seconds_; }   // the time it took to copy the rows
   const Buffer& row_memory() const { return rows_; }
   size_t row_nbytes() const { return rows_.size(); }
@@ -59,7 +59,7 @@ class Segment {
   uint32_t num_tokens_, num_kv_heads_;
   size_t row_bytes_;
   Buffer rows_;  // [num_kv_heads, num_tokens, 2 * dim]
-  std::unique_ptr<const Tables> index_;
+  std::unique_ptr<const Index> index_;
   double row_seconds_ = 0;
 };
 

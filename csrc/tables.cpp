@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "dot.h"
+#include "queries.h"
 #include "stopwatch.h"
 #include "threads.h"
 
@@ -15,7 +16,6 @@ namespace magicpig {
 
 namespace {
 
-constexpr size_t kSumChunk = 1024;  // rows summed in float32 before the sum goes on in double
 constexpr size_t kHashChunk = 192;  // rows hashed at once: their centred keys stay in the second-level cache
 constexpr uint32_t kAhead = 12;     // tables whose buckets are being fetched while one is counted
 
@@ -81,7 +81,7 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
   for (uint32_t head = 0; head < num_kv_heads; ++head) {
     const char* keys = rows + size_t{head} * num_tokens * row_bytes_;
     const Stopwatch hashing;
-    compute_mean(kernels, type, keys, mean(head));
+    mean_of(kernels, type, keys, num_tokens, dim, mean(head));
     const double mean_norm = std::sqrt(dot(mean(head), mean(head), dim));
     const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(mean_norm));
     parallel_for((num_tokens + kHashChunk - 1) / kHashChunk, [&](size_t part) {
@@ -95,26 +95,10 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
                    scratch.data());
     });
     find_keys_at_mean(head);
-    hash_seconds_ += hashing.seconds();
+    code_seconds_ += hashing.seconds();
     const Stopwatch sorting;
     parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(bits, head, static_cast<uint32_t>(table)); });
     sort_seconds_ += sorting.seconds();
-  }
-}
-
-void Tables::compute_mean(const Kernels& kernels, RowType type, const char* rows, float* mean) const {
-  const uint32_t dim = lsh_->dim;
-  const size_t parts = (num_tokens_ + kSumChunk - 1) / kSumChunk;
-  std::vector<float> sums(parts * dim);
-  parallel_for(parts, [&](size_t part) {
-    const size_t first = part * kSumChunk;
-    kernels.add_keys[type](rows + first * row_bytes_, std::min(kSumChunk, num_tokens_ - first), dim,
-                           sums.data() + part * dim);
-  });
-  for (uint32_t d = 0; d < dim; ++d) {
-    double total = 0;
-    for (size_t part = 0; part < parts; ++part) total += sums[part * dim + d];
-    mean[d] = static_cast<float>(total / num_tokens_);
   }
 }
 
@@ -137,10 +121,14 @@ void Tables::sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t 
   starts[0] = 0;
 }
 
-size_t Tables::draw(uint32_t kv_head, const char* rows, Scratch& scratch) const {
+void Tables::draw(const Ask& ask, Drawn* drawn) const {
+  static thread_local Scratch scratch;
+  ask.queries.codes(ask.query, scratch.codes);
   // A counter is never touched more than num_tables times; count() says why it must not come round to zero twice.
-  return lsh_->num_tables < 256 ? count<uint8_t>(kv_head, rows, scratch.narrow, scratch)
-                                : count<uint16_t>(kv_head, rows, scratch.wide, scratch);
+  const size_t num_drawn = lsh_->num_tables < 256 ? count<uint8_t>(ask.kv_head, ask.rows, scratch.narrow, scratch)
+                                                  : count<uint16_t>(ask.kv_head, ask.rows, scratch.wide, scratch);
+  const Inclusion known = inclusion(ask.kv_head, ask.queries.values(ask.query), ask.queries.inv_norm(ask.query));
+  *drawn = {scratch.ids.data(), num_drawn, known, nullptr, scratch.visited};
 }
 
 template <class Counter>

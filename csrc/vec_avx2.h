@@ -122,5 +122,46 @@ inline void sum4(vec x, vec y, vec z, vec w, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 }
 
+// Sixteen 32-bit integers.
+struct ivec {
+  __m256i a, b;
+};
+inline ivec iset1(uint32_t x) {
+  __m256i all = _mm256_set1_epi32(static_cast<int>(x));
+  return {all, all};
+}
+inline ivec iload(const void* p) {
+  const __m256i* parts = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(parts), _mm256_loadu_si256(parts + 1)};
+}
+inline void istore(void* p, ivec x) {
+  __m256i* parts = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(parts, x.a);
+  _mm256_storeu_si256(parts + 1, x.b);
+}
+inline ivec iota() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+inline ivec iadd(ivec x, ivec y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline ivec imul(ivec x, ivec y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+inline ivec iand(ivec x, ivec y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline ivec ior(ivec x, ivec y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline ivec ixor(ivec x, ivec y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int N>
+inline ivec shift_right(ivec x) {
+  return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+inline vec to_float(ivec x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline ivec to_int(vec x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }  // rounded
+inline vec float_of_bits(ivec x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline ivec bits_of_float(vec x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+inline __m256i dot4(__m256i acc, __m256i codes, __m256i query) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, query), _mm256_set1_epi16(1)));
+}
+// acc + the products of four unsigned bytes, below 16, with four signed ones, in each lane.
+inline ivec dot4(ivec acc, ivec codes, ivec query) {
+  return {dot4(acc.a, codes.a, query.a), dot4(acc.b, codes.b, query.b)};
+}
+
 }  // namespace
 }  // namespace magicpig

@@ -76,5 +76,33 @@ inline void sum4(vec a, vec b, vec c, vec d, float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
+// Sixteen 32-bit integers.
+using ivec = __m512i;
+inline ivec iset1(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline ivec iload(const void* p) { return _mm512_loadu_si512(p); }
+inline void istore(void* p, ivec x) { _mm512_storeu_si512(p, x); }
+inline ivec iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+inline ivec iadd(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
+inline ivec imul(ivec a, ivec b) { return _mm512_mullo_epi32(a, b); }
+inline ivec iand(ivec a, ivec b) { return _mm512_and_si512(a, b); }
+inline ivec ior(ivec a, ivec b) { return _mm512_or_si512(a, b); }
+inline ivec ixor(ivec a, ivec b) { return _mm512_xor_si512(a, b); }
+template <int N>
+inline ivec shift_right(ivec a) {
+  return _mm512_srli_epi32(a, N);
+}
+inline vec to_float(ivec a) { return _mm512_cvtepi32_ps(a); }
+inline ivec to_int(vec a) { return _mm512_cvtps_epi32(a); }  // rounded
+inline vec float_of_bits(ivec a) { return _mm512_castsi512_ps(a); }
+inline ivec bits_of_float(vec a) { return _mm512_castps_si512(a); }
+// acc + the products of four unsigned bytes, below 16, with four signed ones, in each lane.
+inline ivec dot4(ivec acc, ivec codes, ivec query) {
+#ifdef MAGICPIG_BF16_DOT  // machines with bf16 products have these too
+  return _mm512_dpbusd_epi32(acc, codes, query);
+#else
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, query), _mm512_set1_epi16(1)));
+#endif
+}
+
 }  // namespace
 }  // namespace magicpig

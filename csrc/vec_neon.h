@@ -111,5 +111,57 @@ inline void sum4(vec a, vec b, vec c, vec d, float* out) {
   vst1q_f32(out, vpaddq_f32(ab, cd));
 }
 
+// Sixteen 32-bit integers.
+struct ivec {
+  uint32x4_t r[4];
+};
+#define MAGICPIG_EACH(expression)                    \
+  ivec out;                                          \
+  for (int i = 0; i < 4; ++i) out.r[i] = expression; \
+  return out
+inline ivec iset1(uint32_t x) { MAGICPIG_EACH(vdupq_n_u32(x)); }
+inline ivec iload(const void* p) {
+  MAGICPIG_EACH(vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + 16 * i)));
+}
+inline void istore(void* p, ivec x) {
+  for (int i = 0; i < 4; ++i) vst1q_u8(static_cast<uint8_t*>(p) + 16 * i, vreinterpretq_u8_u32(x.r[i]));
+}
+inline ivec iota() {
+  static const uint32_t kFirst[4] = {0, 1, 2, 3};
+  MAGICPIG_EACH(vaddq_u32(vld1q_u32(kFirst), vdupq_n_u32(4 * i)));
+}
+inline ivec iadd(ivec a, ivec b) { MAGICPIG_EACH(vaddq_u32(a.r[i], b.r[i])); }
+inline ivec imul(ivec a, ivec b) { MAGICPIG_EACH(vmulq_u32(a.r[i], b.r[i])); }
+inline ivec iand(ivec a, ivec b) { MAGICPIG_EACH(vandq_u32(a.r[i], b.r[i])); }
+inline ivec ior(ivec a, ivec b) { MAGICPIG_EACH(vorrq_u32(a.r[i], b.r[i])); }
+inline ivec ixor(ivec a, ivec b) { MAGICPIG_EACH(veorq_u32(a.r[i], b.r[i])); }
+template <int N>
+inline ivec shift_right(ivec a) {
+  if constexpr (N == 0) return a;
+  MAGICPIG_EACH(vshrq_n_u32(a.r[i], N ? N : 1));
+}
+inline ivec to_int(vec a) { MAGICPIG_EACH(vreinterpretq_u32_s32(vcvtnq_s32_f32(a.r[i]))); }  // rounded
+inline ivec bits_of_float(vec a) { MAGICPIG_EACH(vreinterpretq_u32_f32(a.r[i])); }
+inline int16x8_t pair_sums(uint32x4_t codes, uint32x4_t query) {
+  int8x16_t x = vreinterpretq_s8_u32(codes), y = vreinterpretq_s8_u32(query);
+  return vpaddq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)), vmull_high_s8(x, y));
+}
+// acc + the products of four unsigned bytes, below 16, with four signed ones, in each lane.
+inline ivec dot4(ivec acc, ivec codes, ivec query) {
+  MAGICPIG_EACH(vreinterpretq_u32_s32(
+      vpadalq_s16(vreinterpretq_s32_u32(acc.r[i]), pair_sums(codes.r[i], query.r[i]))));
+}
+#undef MAGICPIG_EACH
+inline vec to_float(ivec a) {
+  vec out;
+  for (int i = 0; i < 4; ++i) out.r[i] = vcvtq_f32_s32(vreinterpretq_s32_u32(a.r[i]));
+  return out;
+}
+inline vec float_of_bits(ivec a) {
+  vec out;
+  for (int i = 0; i < 4; ++i) out.r[i] = vreinterpretq_f32_u32(a.r[i]);
+  return out;
+}
+
 }  // namespace
 }  // namespace magicpig

@@ -138,5 +138,51 @@ inline void sum4(vec a, vec b, vec c, vec d, float* out) {
   out[3] = sum(d);
 }
 
+// Sixteen 32-bit integers.
+struct ivec {
+  uint32_t x[16];
+};
+#define MAGICPIG_EACH(expression)                     \
+  ivec out;                                           \
+  for (int i = 0; i < 16; ++i) out.x[i] = expression; \
+  return out
+inline ivec iset1(uint32_t x) { MAGICPIG_EACH(x); }
+inline ivec iload(const void* p) {
+  ivec out;
+  memcpy(out.x, p, sizeof out.x);
+  return out;
+}
+inline void istore(void* p, ivec x) { memcpy(p, x.x, sizeof x.x); }
+inline ivec iota() { MAGICPIG_EACH(static_cast<uint32_t>(i)); }
+inline ivec iadd(ivec a, ivec b) { MAGICPIG_EACH(a.x[i] + b.x[i]); }
+inline ivec imul(ivec a, ivec b) { MAGICPIG_EACH(a.x[i] * b.x[i]); }
+inline ivec iand(ivec a, ivec b) { MAGICPIG_EACH(a.x[i] & b.x[i]); }
+inline ivec ior(ivec a, ivec b) { MAGICPIG_EACH(a.x[i] | b.x[i]); }
+inline ivec ixor(ivec a, ivec b) { MAGICPIG_EACH(a.x[i] ^ b.x[i]); }
+template <int N>
+inline ivec shift_right(ivec a) {
+  MAGICPIG_EACH(a.x[i] >> N);
+}
+inline ivec to_int(vec a) { MAGICPIG_EACH(static_cast<uint32_t>(__builtin_lrintf(a.x[i]))); }  // rounded
+inline ivec bits_of_float(vec a) { MAGICPIG_EACH(bits_of(a.x[i])); }
+inline uint32_t dot4(uint32_t acc, uint32_t codes, uint32_t query) {
+  for (int shift = 0; shift < 32; shift += 8)
+    acc += (codes >> shift & 255) * static_cast<uint32_t>(static_cast<int8_t>(query >> shift & 255));
+  return acc;
+}
+// acc + the products of four unsigned bytes, below 16, with four signed ones, in each lane.
+inline ivec dot4(ivec acc, ivec codes, ivec query) { MAGICPIG_EACH(dot4(acc.x[i], codes.x[i], query.x[i])); }
+#undef MAGICPIG_EACH
+inline vec to_float(ivec a) {
+  vec out;
+  for (int i = 0; i < 16; ++i) out.x[i] = static_cast<float>(static_cast<int32_t>(a.x[i]));
+  return out;
+}
+inline vec float_of_bits(ivec a) {
+  vec out;
+  memcpy(out.x, a.x, sizeof out.x);
+  return out;
+}
+
 }  // namespace
 }  // namespace magicpig

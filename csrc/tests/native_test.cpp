@@ -111,12 +111,12 @@ void test_attention() {
         const auto lsh = make_lsh(3, 12, 2, head_dim);
         for (size_t tokens : {0, 1, 15, 16, 17, 33, 129}) {
           for (uint32_t group : {1u, 3u, 4u, 6u}) {
-            const Context context(Geometry{2 * group, 2, head_dim, type, lsh, 0}, tokens);
+            const Context context(Geometry{2 * group, 2, head_dim, type, lsh, nullptr, 0}, tokens);
             LayerKV kv(context.geometry);
             context.append_to(kv, 0, tokens);
             const Result exact = run(kv, context, true), sampled = run(kv, context, false);
             const std::vector<Sample> samples =
-                sample(context.geometry, runs_of(*kv.segments()), context.query_bytes(), kF32);
+                sample(context.geometry, runs_of(*kv.segments()), context.query_bytes(), kF32, 0.25f);
             for (size_t head = 0; head < 2 * group; ++head) {
               check_against_loops(context, exact, head, everything(tokens), tolerance);
               check_against_loops(context, sampled, head, samples[head], tolerance);
@@ -134,12 +134,12 @@ void test_segment_borders() {
   for (const std::string& isa : supported_isas()) {
     set_isa(isa);
     for (RowType type : {kBF16, kF16, kF32}) {
-      const Context context(Geometry{1, 1, 8, type, make_lsh(1, 2, 1, 8), 0}, tokens);
+      const Context context(Geometry{1, 1, 8, type, make_lsh(1, 2, 1, 8), nullptr, 0}, tokens);
       LayerKV kv(context.geometry);
       context.append_to(kv, 0, tokens);
       CHECK(kv.segments()->size() == 2 && num_tokens(*kv.segments()) == tokens);
       const std::vector<Sample> samples =
-          sample(context.geometry, runs_of(*kv.segments()), context.query_bytes(), kF32);
+          sample(context.geometry, runs_of(*kv.segments()), context.query_bytes(), kF32, 0.25f);
       const std::vector<int32_t>& rows = samples[0].rows;
       const auto is_late = [](int32_t row) { return row > 65'500 && row < 65'536; };
       CHECK(std::count_if(rows.begin(), rows.end(), is_late) > 0 && rows.back() >= 65'536);
@@ -150,7 +150,7 @@ void test_segment_borders() {
 
 void test_many_small_appends() {
   const size_t tokens = 3000;
-  const Context context(Geometry{2, 1, 16, kBF16, make_lsh(4, 10, 2, 16), 64}, tokens);
+  const Context context(Geometry{2, 1, 16, kBF16, make_lsh(4, 10, 2, 16), nullptr, 64}, tokens);
   LayerKV whole(context.geometry), pieces(context.geometry);
   context.append_to(whole, 0, tokens);
   for (size_t first = 0; first < tokens; ++first) context.append_to(pieces, first, 1);
@@ -160,7 +160,7 @@ void test_many_small_appends() {
 }
 
 void test_refusals() {
-  Context context(Geometry{1, 1, 8, kF16, nullptr, 0}, 4);
+  Context context(Geometry{1, 1, 8, kF16, nullptr, nullptr, 0}, 4);
   LayerKV kv(context.geometry);
   context.append_to(kv, 0, 2);
   for (float bad : {NAN, INFINITY, 1e19f, 70000.0f}) {  // the last is beyond float16
@@ -181,7 +181,7 @@ void test_refusals() {
 
 void test_concurrency() {
   const size_t tokens = 600;
-  const Context context(Geometry{4, 2, 32, kF32, make_lsh(4, 20, 2, 32), 100}, tokens);
+  const Context context(Geometry{4, 2, 32, kF32, make_lsh(4, 20, 2, 32), nullptr, 100}, tokens);
   LayerKV kv(context.geometry);
   context.append_to(kv, 0, 200);
   std::atomic<bool> stop{false};
@@ -209,7 +209,7 @@ void test_concurrency() {
 
 // Two threads append to one object: both arrive, whoever had to begin again.
 void test_concurrent_appends() {
-  const Context context(Geometry{1, 1, 8, kF32, nullptr, 0}, 100);
+  const Context context(Geometry{1, 1, 8, kF32, nullptr, nullptr, 0}, 100);
   LayerKV kv(context.geometry);
   std::vector<std::thread> writers;
   for (int i = 0; i < 3; ++i) {
@@ -256,7 +256,7 @@ void test_parallel_for() {
 // A long append gets in although short ones arrive all the time.
 void test_a_long_append_is_not_starved() {
   const size_t tokens = 20000;
-  const Context context(Geometry{1, 1, 32, kF32, make_lsh(6, 20, 2, 32), 64}, tokens);
+  const Context context(Geometry{1, 1, 32, kF32, make_lsh(6, 20, 2, 32), nullptr, 64}, tokens);
   LayerKV kv(context.geometry);
   std::atomic<bool> done{false};
   std::atomic<size_t> others{0};

@@ -69,7 +69,7 @@ void test_steps() {
   for (const std::string& isa : supported_isas()) {
     set_isa(isa);
     for (uint32_t head_dim : {8u, 40u, 64u}) {
-      const Geometry geometry{6, 2, head_dim, kF32, nullptr, 0};
+      const Geometry geometry{6, 2, head_dim, kF32, nullptr, nullptr, 0};
       const Tokens tokens(geometry, 150, 11);
       Window window(geometry);
       LayerKV far(geometry);
@@ -100,7 +100,7 @@ void test_steps() {
 }
 
 void test_bad_numbers_and_refusals() {
-  const Geometry geometry{2, 1, 8, kF32, nullptr, 0};
+  const Geometry geometry{2, 1, 8, kF32, nullptr, nullptr, 0};
   Tokens tokens(geometry, 4, 3);
   Window window(geometry), other(geometry);
   CHECK(window.append(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), 2));
@@ -124,7 +124,7 @@ void test_bad_numbers_and_refusals() {
 
 // A segment's memory, saved and adopted, draws the same rows; what reaches outside is refused.
 void test_adopted_segments() {
-  const Geometry geometry{2, 2, 16, kBF16, make_lsh(4, 10, 2, 16), 0};
+  const Geometry geometry{2, 2, 16, kBF16, make_lsh(4, 10, 2, 16), nullptr, 0};
   const Tokens tokens(geometry, 300, 17);
   LayerKV original(geometry), adopted(geometry);
   original.append(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), 300);
@@ -139,8 +139,8 @@ void test_adopted_segments() {
   adopted.adopt(std::make_shared<Segment>(geometry, 300, copy(rows), copy(tables)));
   const std::vector<float> queries = gaussian(2 * 16, 23);
   const char* bytes = reinterpret_cast<const char*>(queries.data());
-  const auto a = sample(geometry, runs_of(*original.segments()), bytes, kF32);
-  const auto b = sample(geometry, runs_of(*adopted.segments()), bytes, kF32);
+  const auto a = sample(geometry, runs_of(*original.segments()), bytes, kF32, 0.25f);
+  const auto b = sample(geometry, runs_of(*adopted.segments()), bytes, kF32, 0.25f);
   for (size_t head = 0; head < 2; ++head) CHECK(a[head].rows == b[head].rows && !a[head].rows.empty());
   for (size_t at = 0; at < tables.size(); at += 61) {  // whatever a byte becomes: refused, or harmless
     Buffer changed = copy(tables);
@@ -148,7 +148,7 @@ void test_adopted_segments() {
     try {
       LayerKV other(geometry);
       other.adopt(std::make_shared<Segment>(geometry, 300, copy(rows), std::move(changed)));
-      sample(geometry, runs_of(*other.segments()), bytes, kF32);
+      sample(geometry, runs_of(*other.segments()), bytes, kF32, 0.25f);
     } catch (const std::invalid_argument&) {
     }
   }
@@ -158,7 +158,7 @@ void test_adopted_segments() {
 
 // Sequences of their own step on several threads while segments are built from their windows.
 void test_concurrency() {
-  const Geometry geometry{4, 2, 32, kBF16, make_lsh(4, 20, 2, 32), 32};
+  const Geometry geometry{4, 2, 32, kBF16, make_lsh(4, 20, 2, 32), nullptr, 32};
   const Tokens tokens(geometry, 400, 29);
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {

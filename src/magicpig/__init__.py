@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from magicpig import hf
     from magicpig.attention import merge
-    from magicpig.config import LSHConfig, WindowConfig
+    from magicpig.config import LSHConfig, ScanConfig, WindowConfig
     from magicpig.engine.params import SamplingParams
     from magicpig.kv import AttendStats, LayerKV, NBytes, attend
     from magicpig.llm import LLM
@@ -26,6 +26,7 @@ __all__ = [
     "LayerKV",
     "NBytes",
     "SamplingParams",
+    "ScanConfig",
     "WindowConfig",
     "attend",
     "hf",
@@ -41,6 +42,7 @@ _MODULES = {
     "LLM": "llm",
     "SamplingParams": "engine.params",
     "LSHConfig": "config",
+    "ScanConfig": "config",
     "WindowConfig": "config",
     "merge": "attention",
     **dict.fromkeys(("AttendStats", "LayerKV", "NBytes", "attend"), "kv"),

@@ -14,8 +14,11 @@ class Lsh:
     def codes(self, x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None))]:
         """Buckets [n, num_tables] of vectors x [n, head_dim]; for tests."""
 
+class Scan:
+    def __init__(self, bits_per_dim: int, budget: float, min_rows: int, seed: int, head_dim: int, signs: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
+
 class LayerKV:
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, lsh: Lsh | None, exact_below: int) -> None: ...
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, lsh: Lsh | None, scan: Scan | None, exact_below: int) -> None: ...
 
     def append(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> None: ...
 
@@ -45,7 +48,7 @@ class LayerKV:
     @property
     def build_seconds(self) -> tuple[float, float, float]:
         """
-        Seconds it took to copy the rows, hash the keys and sort them into tables, over the segments there are.
+        Seconds it took to copy the rows, code the keys and sort the codes, over the segments there are.
         """
 
     def segment_codes(self, segment: int, kv_head: int) -> Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None))]:
@@ -65,7 +68,7 @@ def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device=
     Fills out, lse and rows_read; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.
     """
 
-def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
+def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
     """Per head: row ids and log inclusion probabilities."""
 
 def available_memory() -> int:

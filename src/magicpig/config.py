@@ -93,3 +93,40 @@ class LSHConfig(Strict):
     def shortest_indexed(self) -> int:
         """Tokens from which a segment is indexed."""
         return 2**self.bits_per_table if self.exact_below is None else self.exact_below
+
+
+@dataclass(frozen=True)
+class ScanConfig(Strict):
+    """How keys are coded and how many of them a query draws (docs/parameters.md).
+
+    bits_per_dim: of a key's code, 1, 2 or 4: more bits, better proposals, a larger index.
+    budget: share of the far keys that a query head reads, about.
+    min_rows: rows that it reads at least, where there are as many.
+    seed: of the rotation and of the draws; equal configurations draw alike everywhere.
+    exact_below: segments with fewer tokens are read whole instead of being indexed.
+    """
+
+    bits_per_dim: int = 2
+    budget: float = 0.01
+    min_rows: int = 64
+    seed: int = 0
+    exact_below: int = 128
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits_per_dim, bool) or self.bits_per_dim not in (1, 2, 4):
+            raise ValueError(f"bits_per_dim must be 1, 2 or 4, not {self.bits_per_dim!r}")
+        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)):
+            raise ValueError(f"budget must be a share, like 0.01, not {self.budget!r}")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"budget must be above 0 and at most 1, not {self.budget}")
+        check_int("min_rows", self.min_rows, 0, 2**31 - 1)
+        check_int("seed", self.seed, 0, 2**32 - 1)
+        check_int("exact_below", self.exact_below, 0, 2**31 - 1)
+
+    @property
+    def shortest_indexed(self) -> int:
+        """Tokens from which a segment is indexed."""
+        return self.exact_below
+
+
+IndexConfig = LSHConfig | ScanConfig

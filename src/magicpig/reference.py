@@ -1,6 +1,7 @@
 """The algorithm in plain torch: slow, short, and the truth that every fast path is compared with.
 
-One query head over one segment of keys at a time. The fast path shares only `projection`.
+One query head over one segment of keys at a time. The fast path shares only `projection` and
+`rotation_signs`.
 Symbols of the paper stand at the border: K = bits_per_table, L = num_tables.
 """
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicpig.config import LSHConfig
+from magicpig.config import LSHConfig, ScanConfig
 
 MIN_NORM = 1e-12
 
@@ -140,3 +141,125 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     if lse == -math.inf:
         return torch.zeros_like(out_a), lse
     return out_a * (lse_a - lse).exp() + out_b * (lse_b - lse).exp(), lse
+
+
+LEVEL_WIDTHS = {1: 1.0, 2: 0.9957, 4: 0.3352}  # Max 1960: best for a Gaussian of variance 1
+TEMPERS = {1: 0.7, 2: 0.85, 4: 1.0}  # codes are noisy: proposals are flatter than they say
+ORDINARY = 0.1  # in mean squared distances of a value from the mean value
+LEAST_PROBABILITY = 2.0**-16
+
+
+def padded(head_dim: int) -> int:
+    return -(-head_dim // 16) * 16
+
+
+def rotation_signs(scan: ScanConfig, head_dim: int) -> Tensor:
+    """1 or -1 [rounds, dim] of the rotation's rounds: two, or four where the dimension, padded to
+    a multiple of 16, is no power of two."""
+    dim = padded(head_dim)
+    rounds = 2 if dim & (dim - 1) == 0 else 4
+    signs = np.random.RandomState(scan.seed).randint(0, 2, (rounds, dim)) * 2 - 1
+    return torch.from_numpy(signs.astype(np.float32))
+
+
+def rotation(scan: ScanConfig, head_dim: int) -> Tensor:
+    """An orthogonal matrix [dim, dim], float64.
+
+    Each round flips signs and takes the Hadamard transform of as many dimensions as a power of two
+    holds: of the first ones and of the last ones by turns.
+    """
+    dim = padded(head_dim)
+    span = 1 << (dim.bit_length() - 1)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < span:
+        top, bottom = torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)
+        hadamard = torch.cat([top, bottom])
+    matrix = torch.eye(dim, dtype=torch.float64)
+    for i, signs in enumerate(rotation_signs(scan, head_dim).double()):
+        first = dim - span if i % 2 else 0
+        turn = torch.eye(dim, dtype=torch.float64)
+        turn[first : first + span, first : first + span] = hadamard / math.sqrt(span)
+        matrix = turn @ (signs[:, None] * matrix)
+    return matrix
+
+
+def rotate(x: Tensor, scan: ScanConfig) -> Tensor:
+    """Vectors [n, head_dim], padded by zeros and rotated: [n, dim]."""
+    matrix = rotation(scan, x.shape[-1])
+    return x.double() @ matrix[:, : x.shape[-1]].T
+
+
+def key_codes(keys: Tensor, scan: ScanConfig) -> tuple[Tensor, Tensor]:
+    """Odd levels [n, dim] that stand for centred, rotated keys, and factors [n] that make products
+    with them unbiased: factor * q.x is q.c on average over rotations. 0 for keys at the mean."""
+    rotated = rotate(centre(keys), scan)
+    energy = rotated.square().sum(-1, keepdim=True)
+    width = LEVEL_WIDTHS[scan.bits_per_dim] * (energy / rotated.shape[-1]).sqrt()
+    half = 2 ** (scan.bits_per_dim - 1)
+    steps = torch.where(width > 0, rotated / width, 0.0).floor().clamp(-half, half - 1)
+    levels = 2 * steps + 1
+    product = (levels * rotated).sum(-1)
+    return levels, torch.where(product > 0, energy[:, 0] / product, 0.0)
+
+
+def value_biases(values: Tensor) -> Tensor:
+    """Logs [n] of how far values lie from their mean, about: what a key has to say that others do
+    not say."""
+    distance = (values.double() - values.double().mean(0)).square().sum(-1)
+    squared = distance + ORDINARY * distance.mean()
+    return torch.where(squared > 0, 0.5 * squared.log(), 0.0)
+
+
+def proposals(query: Tensor, keys: Tensor, values: Tensor, scan: ScanConfig, scale: float) -> Tensor:
+    """Logs [n] of the weights by which keys are drawn: scores as the codes tell them, tempered, and
+    the values' biases. The query has 8 bits per dimension."""
+    levels, factors = key_codes(keys, scan)
+    rotated = rotate(query[None], scan)[0]
+    width = rotated.abs().max() / 127
+    rounded = (rotated / width).round() * width if width > 0 else rotated
+    estimates = factors * (levels @ rounded) + keys.double().mean(0) @ query.double()
+    return TEMPERS[scan.bits_per_dim] * scale * estimates + value_biases(values)
+
+
+def log_threshold(logs: Tensor, rows: float) -> float:
+    """log t with sum_i min(1, exp(logs_i) / t) = rows; -inf where that takes all."""
+    if rows >= len(logs):
+        return -math.inf
+    ordered = logs.double().sort(descending=True).values
+    rest = ordered.flip(0).logcumsumexp(0).flip(0)  # of all that are not heavier
+    for heavy in range(math.ceil(rows)):
+        threshold = float(rest[heavy]) - math.log(rows - heavy)
+        if ordered[heavy] <= threshold:
+            return threshold
+    return float(ordered[math.ceil(rows)])
+
+
+def linear_power(x: Tensor) -> Tensor:
+    """2**x, linear between whole numbers."""
+    whole = x.double().floor()
+    return 2**whole * (1 + x.double() - whole)
+
+
+def inclusion_probability(logs: Tensor, threshold: float) -> Tensor:
+    """Of keys [n]: each is drawn by itself with this probability, about exp(logs) / threshold."""
+    ratio = linear_power((logs.double() - threshold).clamp(max=0) / math.log(2))
+    return ratio.clamp(min=LEAST_PROBABILITY)
+
+
+def scanned_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scan: ScanConfig,
+    scale: float,
+    uniform: Tensor,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The estimate: keys drawn where their uniform numbers [n] say so, each weighted by one over
+    its probability."""
+    logs = proposals(query, keys, values, scan, scale)
+    rows = max(scan.budget * len(keys), scan.min_rows)
+    chance = inclusion_probability(logs, log_threshold(logs, rows))
+    drawn = (uniform <= chance).nonzero()[:, 0]
+    exact = scores(query, keys[drawn], scale, softcap)
+    return attend(exact - chance[drawn].log(), values[drawn])

@@ -19,6 +19,7 @@ from magicpig.attention.loki import Loki
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.oracle import Oracle
 from magicpig.attention.quest import Quest
+from magicpig.attention.scan import Scan
 from magicpig.attention.streaming import Streaming
 from magicpig.attention.topk import TopK
 
@@ -35,7 +36,7 @@ def register(method: type[Method]) -> type[Method]:
     return method
 
 
-for _method in (Full, Lsh, TopK, Oracle, Quest, H2O, Loki, Streaming, CpuDense, KvStream):
+for _method in (Full, Lsh, Scan, TopK, Oracle, Quest, H2O, Loki, Streaming, CpuDense, KvStream):
     register(_method)
 
 

@@ -31,7 +31,7 @@ def append_from_device(kv: LayerKV, keys: Tensor, values: Tensor) -> None:
     for first in range(0, keys.shape[1], MAX_TOKENS):
         part = slice(first, min(first + MAX_TOKENS, keys.shape[1]))
         count = part.stop - first
-        if kv.index is None or count < kv.index.shortest_indexed:
+        if not isinstance(kv.index, LSHConfig) or count < kv.index.shortest_indexed:
             kv.append(keys[:, part].cpu(), values[:, part].cpu())
             continue
         rows = _rows(keys[:, part], values[:, part], kv.dtype)

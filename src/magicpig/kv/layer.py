@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magicpig import _native, reference
-from magicpig.config import LSHConfig, check_int
+from magicpig.config import IndexConfig, LSHConfig, ScanConfig, check_int
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 MAX_HEADS = 4096
@@ -51,6 +51,15 @@ def native_lsh(lsh: LSHConfig, head_dim: int) -> _native.Lsh:
     """The native form of a configuration: one for all layers and sequences that use it."""
     directions = reference.projection(lsh, head_dim)
     return _native.Lsh(lsh.bits_per_table, lsh.num_tables, lsh.min_collisions, directions)
+
+
+@lru_cache(maxsize=64)
+def native_scan(scan: ScanConfig, head_dim: int) -> _native.Scan:
+    """The native form of a configuration: one for all layers and sequences that use it."""
+    signs = reference.rotation_signs(scan, head_dim)
+    return _native.Scan(
+        scan.bits_per_dim, scan.budget, scan.min_rows, scan.seed, head_dim, signs
+    )
 
 
 def check_tensor(name: str, tensor: object, shape: Sequence[int | str]) -> Tensor:
@@ -92,14 +101,14 @@ class LayerKV:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        index: LSHConfig | None = None,
+        index: IndexConfig | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
             check_int(name, value, 1, MAX_HEADS)
         check_int("head_dim", head_dim, 8, 256)
-        if index is not None and not isinstance(index, LSHConfig):
-            raise TypeError(f"index must be an LSHConfig or None, not {index!r}")
+        if index is not None and not isinstance(index, IndexConfig):
+            raise TypeError(f"index must be an LSHConfig, a ScanConfig or None, not {index!r}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, not {dtype}")
         if head_dim % 8:
@@ -115,7 +124,8 @@ class LayerKV:
             num_kv_heads,
             head_dim,
             DTYPES[dtype],
-            native_lsh(index, head_dim) if index else None,
+            native_lsh(index, head_dim) if isinstance(index, LSHConfig) else None,
+            native_scan(index, head_dim) if isinstance(index, ScanConfig) else None,
             index.shortest_indexed if index else 0,
         )
 
@@ -147,14 +157,17 @@ class LayerKV:
         out, lse = _attend([self], queries[None], exact, scale, softcap)
         return out[0], lse[0]
 
-    def sample(self, queries: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What `attend` would read for queries [num_heads, head_dim].
+    def sample(
+        self, queries: Tensor, scale: float | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What `attend` would read for queries [num_heads, head_dim] at this scale of the scores.
 
         Per head: row ids (int32, ascending) and the logs of the probabilities that each was drawn
         (float32). Rows of segments without an index are all there, with probability 1.
         """
         queries = check_tensor("queries", queries, (self.num_heads, self.head_dim)).contiguous()
-        heads = _native.sample(self._native, queries[None])
+        scale = _number("scale", scale, self.head_dim**-0.5, MAX_SCALE)
+        heads = _native.sample(self._native, queries[None], scale)
         return [rows for rows, _ in heads], [log_probability for _, log_probability in heads]
 
     def read(self, first: int = 0, count: int | None = None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from magicpig import _native
-from magicpig.config import LSHConfig, WindowConfig
+from magicpig.config import IndexConfig, ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
 from magicpig.kv.cost import Cost
 from magicpig.kv.device_index import append_from_device
@@ -36,7 +36,7 @@ class NativeLayer(SequenceLayer):
     def __init__(
         self,
         shape: LayerShape,
-        index: LSHConfig | None,
+        index: IndexConfig | None,
         window: WindowConfig,
         span: int | None = None,
     ) -> None:
@@ -176,7 +176,7 @@ class NativeLayer(SequenceLayer):
     def empty(self) -> NativeLayer:
         return NativeLayer(self.shape, self.far.index, self.config, self.span)
 
-    def with_index(self, index: LSHConfig | None) -> NativeLayer:
+    def with_index(self, index: IndexConfig | None) -> NativeLayer:
         """The same tokens with another index over the far context, or none; rows are shared."""
         if self.span or index == self.far.index:
             return self.fork()
@@ -219,6 +219,16 @@ class NativeLayer(SequenceLayer):
         row_bytes = whole * shape.num_kv_heads // shape.num_heads * shape.row_bytes
         if not index or not indexed:
             return Cost(steps, rows, tokens, row_bytes)
+        if isinstance(index, ScanConfig):
+            code = shape.head_dim * index.bits_per_dim // 8 + 8  # with its factor and bias
+            return Cost(
+                steps,
+                rows,
+                tokens,
+                row_bytes + (rows - whole) * shape.row_bytes,
+                queries * shape.num_kv_heads // shape.num_heads * sum(indexed) * code,
+                queries * (sum(indexed) + shape.head_dim) * shape.head_dim,
+            )
         borders = 2 * 4 * index.num_tables * len(indexed)
         return Cost(
             steps,

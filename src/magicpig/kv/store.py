@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from magicpig.config import LSHConfig, WindowConfig
+from magicpig.config import IndexConfig, LSHConfig, ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.native_layer import NativeLayer
@@ -202,14 +202,19 @@ def _header(path: Path, memory: Bytes) -> tuple[dict[str, Any], int]:
     return json.loads(text), LENGTHS + length
 
 
+def _index(fields: dict[str, Any] | None) -> IndexConfig | None:
+    if fields is None:
+        return None
+    return LSHConfig(**fields) if "num_tables" in fields else ScanConfig(**fields)
+
+
 def _layer(description: dict[str, Any], blocks: Iterator[Bytes]) -> NativeLayer:
     dtype = getattr(torch, description["dtype"])
-    index = description["index"]
     layer = NativeLayer(
         LayerShape(
             description["num_heads"], description["num_kv_heads"], description["head_dim"], dtype
         ),
-        None if index is None else LSHConfig(**index),
+        _index(description["index"]),
         WindowConfig(**description["window"]),
         description["span"],
     )

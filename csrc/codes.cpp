@@ -1,0 +1,155 @@
+#include "codes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "dispatch.h"
+#include "dot.h"
+#include "queries.h"
+#include "stopwatch.h"
+#include "threads.h"
+
+namespace magicpig {
+
+namespace {
+
+constexpr size_t kBlocksAtOnce = 12;  // coded by one task
+constexpr float kAtMean = 1e-4f;      // a key this near the mean, relative to the mean's norm, counts as the mean
+
+// What is added to a value's squared distance from the mean value, in mean squared distances: a key whose value is
+// ordinary can still be a heavy one.
+constexpr double kOrdinary = 0.1;
+
+constexpr float kAbsent = -1e38f;
+
+}  // namespace
+
+Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens)
+    : scan_(std::move(scan)),
+      num_tokens_(num_tokens),
+      num_blocks_((num_tokens + kCodeBlock - 1) / kCodeBlock),
+      row_bytes_(size_t{2} * scan_->dim * element_bytes(type)),
+      mean_at_(num_blocks_ * scan_->block_bytes()),
+      head_bytes_(mean_at_ + scan_->dim * sizeof(float)) {
+  (void)num_kv_heads;
+}
+
+Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory)
+    : Codes(std::move(scan), type, num_kv_heads, num_tokens) {
+  if (memory.size() != num_kv_heads * head_bytes_) throw std::invalid_argument("codes have the wrong size");
+  memory_ = std::move(memory);
+}
+
+Codes::Codes(const Kernels& kernels, std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads,
+             uint32_t num_tokens, const char* rows)
+    : Codes(std::move(scan), type, num_kv_heads, num_tokens) {
+  const Stopwatch watch;
+  memory_ = Buffer(num_kv_heads * head_bytes_);
+  for (uint32_t head = 0; head < num_kv_heads; ++head)
+    encode(kernels, type, head, rows + size_t{head} * num_tokens * row_bytes_);
+  code_seconds_ = watch.seconds();
+}
+
+void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const char* rows) const {
+  const uint32_t dim = scan_->dim;
+  const char* values = rows + row_bytes_ / 2;
+  std::vector<float> mean_value(dim);
+  mean_of(kernels, type, rows, num_tokens_, dim, mean(kv_head));
+  mean_of(kernels, type, values, num_tokens_, dim, mean_value.data());
+  const double norm = std::sqrt(dot(mean(kv_head), mean(kv_head), dim));
+  const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(norm));
+  const size_t parts = (num_blocks_ + kBlocksAtOnce - 1) / kBlocksAtOnce;
+  std::vector<double> sums(parts);
+  parallel_for(parts, [&](size_t part) {
+    constexpr size_t kKeys = kBlocksAtOnce * kCodeBlock;
+    static thread_local std::vector<float> scratch;
+    scratch.resize(kKeys * dim + kCodeBlock * (dim + 32) + kKeys);
+    float *centred = scratch.data(), *rotated = centred + kKeys * dim, *inverse = rotated + kCodeBlock * (dim + 32);
+    const size_t first = part * kKeys, count = std::min(kKeys, num_tokens_ - first);
+    kernels.centre[type](rows + first * row_bytes_, count, dim, mean(kv_head), tolerance, centred, inverse);
+    for (size_t i = 0; i < count; i += kCodeBlock) {
+      kernels.encode({centred + i * dim, std::min<size_t>(kCodeBlock, count - i), dim, scan_->bits, scan_->step(),
+                      scan_->signs.data(), scan_->num_rounds, scan_->span,
+                      blocks(kv_head) + (first + i) / kCodeBlock * scan_->block_bytes(), rotated});
+    }
+    kernels.centre[type](values + first * row_bytes_, count, dim, mean_value.data(), 0.0f, centred, inverse);
+    for (size_t i = 0; i < (count + kCodeBlock - 1) / kCodeBlock * kCodeBlock; ++i) {
+      const double distance = i < count && inverse[i] > 0 ? 1 / double{inverse[i]} : 0;
+      biases(kv_head, (first + i) / kCodeBlock)[i % kCodeBlock] = static_cast<float>(distance);
+      sums[part] += distance * distance;
+    }
+  });
+  double ordinary = 0;
+  for (double sum : sums) ordinary += sum;
+  ordinary *= kOrdinary / num_tokens_;
+  parallel_for(parts, [&](size_t part) {
+    for (size_t block = part * kBlocksAtOnce; block < std::min((part + 1) * kBlocksAtOnce, num_blocks_); ++block) {
+      float* bias = biases(kv_head, block);
+      for (uint32_t k = 0; k < kCodeBlock; ++k) {
+        const double squared = double{bias[k]} * bias[k] + ordinary;
+        bias[k] = squared > 0 ? static_cast<float>(0.5 * std::log(squared)) : 0;
+      }
+    }
+  });
+}
+
+ScanArgs Codes::scan_args(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads,
+                          uint32_t kv_head, size_t block, size_t num_blocks, float* bases) const {
+  for (uint32_t h = 0; h < num_heads; ++h) {
+    const double product = dot(values + (query + h) * scan_->dim, mean(kv_head), scan_->dim);
+    bases[h] = static_cast<float>(queries.scale() * product);
+  }
+  return {blocks(kv_head) + block * scan_->block_bytes(),
+          num_blocks,
+          scan_->num_lines,
+          num_heads,
+          queries.codes(query),
+          queries.slopes(query),
+          queries.offsets(query),
+          bases};
+}
+
+void Codes::logs(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads, uint32_t kv_head,
+                 size_t block, float* logs) const {
+  std::vector<float> bases(num_heads);
+  const ScanArgs args = scan_args(queries, values, query, num_heads, kv_head, block, 1, bases.data());
+  kernels().scan_logs[scan_->level()](args, logs);
+  for (size_t k = num_tokens_ - std::min<size_t>(num_tokens_, block * kCodeBlock); k < kCodeBlock; ++k)
+    for (uint32_t h = 0; h < num_heads; ++h) logs[h * kCodeBlock + k] = kAbsent;
+}
+
+void Codes::draw(const Ask& ask, Drawn* drawn) const {
+  static thread_local std::vector<uint16_t> ids;
+  static thread_local std::vector<float> log_probability;
+  static thread_local std::vector<size_t> counts;
+  static thread_local std::vector<float> bases;
+  const ScanQueries& queries = ask.queries.scan();
+  const size_t num_blocks = (ask.count + kCodeBlock - 1) / kCodeBlock, stride = num_blocks * kCodeBlock + 2 * kChunk;
+  ids.resize(stride * ask.num_heads);
+  log_probability.resize(stride * ask.num_heads);
+  counts.resize(ask.num_heads);
+  bases.resize(ask.num_heads);
+  const ScanArgs args = scan_args(queries, ask.queries.values(0), ask.query, ask.num_heads, ask.kv_head,
+                                  ask.first / kCodeBlock, num_blocks, bases.data());
+  for (uint32_t h = 0; h < ask.num_heads; ++h) bases[h] -= queries.log_thresholds[ask.query + h];
+  const uint32_t* key = queries.key(ask.query);
+  uint32_t of_segment;  // segments number their rows alike, and must not draw alike
+  std::memcpy(&of_segment, mean(ask.kv_head), sizeof of_segment);
+  kernels().scan_draw[scan_->level()](args, {{key[0] ^ of_segment, key[1]},
+                                             static_cast<uint16_t>(ask.first),
+                                             ask.count,
+                                             ask.rows,
+                                             row_bytes_,
+                                             stride,
+                                             ids.data(),
+                                             log_probability.data(),
+                                             counts.data()});
+  for (uint32_t h = 0; h < ask.num_heads; ++h)
+    drawn[h] = {ids.data() + h * stride, counts[h], {}, log_probability.data() + h * stride, 0};
+}
+
+}  // namespace magicpig

@@ -1,0 +1,49 @@
+// Coded keys of one segment: the index that a pass over all codes draws from.
+#pragma once
+
+#include <memory>
+
+#include "index.h"
+#include "scan.h"
+
+namespace magicpig {
+
+class Codes : public Index {
+ public:
+  // rows: [num_kv_heads, num_tokens, 2 * dim].
+  Codes(const Kernels& kernels, std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads,
+        uint32_t num_tokens, const char* rows);
+
+  // The codes of a segment that was saved: `memory` as another's memory() had it. std::invalid_argument unless its size
+  // is right; whatever is in it, nothing outside the segment is read.
+  Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory);
+
+  uint32_t tokens_at_once() const override { return 16384; }
+  uint32_t heads_at_once(uint32_t group) const override { return group; }
+  void draw(const Ask& ask, Drawn* drawn) const override;
+
+  // Logs of the weights of the keys of block `block` for heads `query` .. of one KV head: [num_heads, 16], without the
+  // threshold; -1e38 for keys that are not there.
+  void logs(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads, uint32_t kv_head,
+            size_t block, float* logs) const;
+  size_t num_blocks() const { return num_blocks_; }
+
+ private:
+  Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens);
+  char* blocks(uint32_t kv_head) const { return memory_.data() + kv_head * head_bytes_; }
+  float* mean(uint32_t kv_head) const { return reinterpret_cast<float*>(blocks(kv_head) + mean_at_); }
+  float* biases(uint32_t kv_head, size_t block) const {
+    return reinterpret_cast<float*>(blocks(kv_head) + (block + 1) * scan_->block_bytes()) - kCodeBlock;
+  }
+  void encode(const Kernels& kernels, RowType type, uint32_t kv_head, const char* rows) const;
+  ScanArgs scan_args(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads,
+                     uint32_t kv_head, size_t block, size_t num_blocks, float* bases) const;
+
+  std::shared_ptr<const Scan> scan_;
+  uint32_t num_tokens_;
+  size_t num_blocks_, row_bytes_;
+  // Per head: blocks, then the mean key [dim].
+  size_t mean_at_, head_bytes_;
+};
+
+}  // namespace magicpig

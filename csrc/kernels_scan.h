@@ -1,0 +1,210 @@
+// Codes of keys: making them, and drawing rows by a pass over all of them. Included by kernels.cpp only.
+#pragma once
+
+namespace magicpig {
+namespace {
+
+// log of sixteen normal numbers above 0; absolute error below 3e-6.
+inline vec log(vec x) {
+  ivec bits = bits_of_float(x);
+  vec exponent = sub(to_float(shift_right<23>(bits)), set1(127.0f));
+  vec m = float_of_bits(ior(iand(bits, iset1(0x7fffff)), iset1(0x3f800000)));
+  vec s = div(sub(m, set1(1.0f)), add(m, set1(1.0f))), s2 = mul(s, s);
+  vec p = fma(set1(2.0f / 11), s2, set1(2.0f / 9));
+  p = fma(p, s2, set1(2.0f / 7));
+  p = fma(p, s2, set1(2.0f / 5));
+  p = fma(p, s2, set1(2.0f / 3));
+  p = fma(p, s2, set1(2.0f));
+  return fma(exponent, set1(0.693147181f), mul(p, s));
+}
+
+// Sixteen vectors at once, [dim, 16].
+inline void rotate(const EncodeArgs& args) {
+  float* x = args.scratch;
+  for (uint32_t round = 0; round < args.num_rounds; ++round) {
+    const float* signs = args.signs + static_cast<size_t>(round) * args.dim;
+    for (uint32_t d = 0; d < args.dim; ++d) store(x + d * kChunk, mul(load(x + d * kChunk), set1(signs[d])));
+    float* part = x + (round % 2 ? args.dim - args.span : 0) * kChunk;
+    for (uint32_t half = 1; half < args.span; half *= 2) {
+      for (uint32_t first = 0; first < args.span; first += 2 * half) {
+        for (uint32_t d = first; d < first + half; ++d) {
+          vec a = load(part + d * kChunk), b = load(part + (d + half) * kChunk);
+          store(part + d * kChunk, add(a, b));
+          store(part + (d + half) * kChunk, sub(a, b));
+        }
+      }
+    }
+  }
+}
+
+void encode(const EncodeArgs& args) {
+  const uint32_t dims_of_line = 32 / args.bits, lines = (args.dim + dims_of_line - 1) / dims_of_line;
+  const float half = static_cast<float>(1 << (args.bits - 1)), top = 2 * half - 1;
+  float* x = args.scratch;
+  for (uint32_t d = 0; d < lines * dims_of_line; ++d)
+    for (uint32_t k = 0; k < kCodeBlock; ++k)
+      x[d * kCodeBlock + k] = k < args.count && d < args.dim ? args.centred[k * args.dim + d] : 0.0f;
+  rotate(args);
+  vec energy = zero();
+  for (uint32_t d = 0; d < args.dim; ++d) energy = fma(load(x + d * kChunk), load(x + d * kChunk), energy);
+  vec width = mul(sqrt(energy), set1(args.step / __builtin_sqrtf(static_cast<float>(args.dim))));
+  vec inverse = select_less(zero(), width, div(set1(1.0f), max(width, set1(1e-30f))), zero());
+  vec product = zero();
+  for (uint32_t line = 0; line < lines; ++line) {
+    vec words[2] = {zero(), zero()};  // their lower and upper halves: floats hold sixteen bits exactly
+    for (uint32_t d = 0; d < dims_of_line; ++d) {
+      const uint32_t dim = line * dims_of_line + d, byte = d % 4;
+      vec value = load(x + dim * kChunk);
+      vec level = min(max(fma(value, inverse, set1(half)), zero()), set1(top));
+      vec code = floor(level);
+      if (dim < args.dim) product = fma(fma(code, set1(2.0f), set1(-top)), value, product);
+      const float weight = static_cast<float>(1u << (8 * (byte % 2) + args.bits * (d / 4)));
+      words[byte / 2] = fma(code, set1(weight), words[byte / 2]);
+    }
+    istore(args.block + line * 64, ior(to_int(words[0]), imul(to_int(words[1]), iset1(65536))));
+  }
+  vec factor = select_less(zero(), product, div(energy, max(product, set1(1e-30f))), zero());
+  store(reinterpret_cast<float*>(args.block + lines * 64), factor);
+}
+
+// Logs of the weights of B blocks for H heads.
+template <int BITS, int H, int B>
+inline void weigh(const ScanArgs& args, uint32_t head, const char* block, size_t block_bytes, vec (&logs)[B][H]) {
+  constexpr int kGroups = 8 / BITS;
+  const ivec mask = iset1(0x01010101u * ((1u << BITS) - 1));
+  const size_t query_bytes = static_cast<size_t>(args.num_lines) * 4 * kGroups;
+  const int8_t* queries = args.queries + head * query_bytes;
+  ivec acc[B][H];
+  for (int b = 0; b < B; ++b)
+    for (int h = 0; h < H; ++h) acc[b][h] = iset1(0);
+  for (uint32_t line = 0; line < args.num_lines; ++line) {
+    ivec codes[B];
+    for (int b = 0; b < B; ++b) codes[b] = iload(block + b * block_bytes + line * 64);
+    const int8_t* query = queries + line * 4 * kGroups;
+    auto group = [&](auto shifted, int g) {
+      constexpr int kShift = decltype(shifted)::value;
+      for (int h = 0; h < H; ++h) {
+        uint32_t four;
+        memcpy(&four, query + h * query_bytes + 4 * g, 4);
+        const ivec q = iset1(four);
+        for (int b = 0; b < B; ++b) acc[b][h] = dot4(acc[b][h], iand(shift_right<kShift>(codes[b]), mask), q);
+      }
+    };
+    if constexpr (BITS == 4) {
+      group(Constant<0>(), 0), group(Constant<4>(), 1);
+    } else if constexpr (BITS == 2) {
+      group(Constant<0>(), 0), group(Constant<2>(), 1), group(Constant<4>(), 2), group(Constant<6>(), 3);
+    } else {
+      group(Constant<0>(), 0), group(Constant<1>(), 1), group(Constant<2>(), 2), group(Constant<3>(), 3);
+      group(Constant<4>(), 4), group(Constant<5>(), 5), group(Constant<6>(), 6), group(Constant<7>(), 7);
+    }
+  }
+  for (int b = 0; b < B; ++b) {
+    const float* behind = reinterpret_cast<const float*>(block + b * block_bytes + args.num_lines * 64);
+    const vec factor = load(behind), bias = load(behind + kChunk);
+    for (int h = 0; h < H; ++h) {
+      vec x = fma(to_float(acc[b][h]), set1(args.slopes[head + h]), set1(args.offsets[head + h]));
+      logs[b][h] = fma(factor, x, add(bias, set1(args.bases[head + h])));
+    }
+  }
+}
+
+inline size_t block_bytes_of(const ScanArgs& args) { return static_cast<size_t>(args.num_lines) * 64 + 128; }
+
+template <int BITS, int H>
+void logs_of_heads(const ScanArgs& args, uint32_t head, float* out) {
+  const size_t bytes = block_bytes_of(args), stride = args.num_blocks * kCodeBlock;
+  for (size_t i = 0; i < args.num_blocks; ++i) {
+    vec logs[1][H];
+    weigh<BITS, H, 1>(args, head, args.blocks + i * bytes, bytes, logs);
+    for (int h = 0; h < H; ++h) store(out + (head + h) * stride + i * kCodeBlock, logs[0][h]);
+  }
+}
+
+// Uniform numbers in [0, 1), one per lane, from sixteen row ids and a key.
+inline vec uniform(uint32_t first, const uint32_t (&key)[2]) {
+  ivec x = ixor(iadd(iota(), iset1(first)), iset1(key[0]));
+  x = imul(x, iset1(0x9e3779b1u));
+  x = iadd(ixor(x, shift_right<15>(x)), iset1(key[1]));
+  x = imul(x, iset1(0x85ebca6bu));
+  x = ixor(x, shift_right<13>(x));
+  x = imul(x, iset1(0xc2b2ae35u));
+  return sub(float_of_bits(ior(shift_right<9>(x), iset1(0x3f800000))), set1(1.0f));
+}
+
+// The rows of B blocks that are drawn for H heads.
+template <int H, int B>
+inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, const vec (&logs)[B][H]) {
+  const float one = 1 << 23, least = -11.0903549f;  // log 2^-16
+  for (int b = 0; b < B; ++b) {
+    const size_t at = first + b * kCodeBlock;
+    const vec u = uniform(draw.first_id + static_cast<uint32_t>(at), draw.key);
+    for (int h = 0; h < H; ++h) {
+      vec x = max(min(logs[b][h], zero()), set1(least));
+      vec p = float_of_bits(to_int(fma(x, set1(one * 1.44269504f), set1(127 * one))));
+      uint32_t chosen = sign_bits(sub(p, u));
+      if (__builtin_expect(at + kCodeBlock > draw.count, 0)) chosen &= (1u << (draw.count - at)) - 1;
+      if (chosen == 0) continue;
+      alignas(64) float probabilities[kCodeBlock];
+      store(probabilities, p);
+      size_t& count = draw.num_drawn[head + h];
+      uint16_t* ids = draw.ids + (head + h) * draw.stride;
+      float* kept = draw.log_probability + (head + h) * draw.stride;
+      for (; chosen; chosen &= chosen - 1) {
+        const int lane = __builtin_ctz(chosen);
+        const uint32_t id = draw.first_id + static_cast<uint32_t>(at) + lane;
+        ids[count] = static_cast<uint16_t>(id);
+        kept[count++] = probabilities[lane];
+        const char* row = draw.rows + id * draw.row_bytes;
+        for (size_t byte = 0; byte < draw.row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      }
+    }
+  }
+}
+
+template <int BITS, int H>
+void draw_for_heads(const ScanArgs& args, const DrawArgs& draw, uint32_t head) {
+  constexpr int kBlocks = H == 1 ? 4 : H == 4 ? 1 : 2;
+  const size_t bytes = block_bytes_of(args);
+  size_t i = 0;
+  for (; i + kBlocks <= args.num_blocks; i += kBlocks) {
+    vec logs[kBlocks][H];
+    weigh<BITS, H, kBlocks>(args, head, args.blocks + i * bytes, bytes, logs);
+    draw_blocks<H, kBlocks>(draw, head, i * kCodeBlock, logs);
+  }
+  for (; i < args.num_blocks; ++i) {
+    vec logs[1][H];
+    weigh<BITS, H, 1>(args, head, args.blocks + i * bytes, bytes, logs);
+    draw_blocks<H, 1>(draw, head, i * kCodeBlock, logs);
+  }
+  for (int h = 0; h < H; ++h) {
+    float* p = draw.log_probability + (head + h) * draw.stride;
+    const size_t count = draw.num_drawn[head + h];
+    for (size_t k = count; k % kChunk; ++k) p[k] = 1;
+    for (size_t k = 0; k < count; k += kChunk) store(p + k, log(load(p + k)));
+  }
+}
+
+// Calls f(Constant<H>(), head) for tiles of up to four heads.
+template <class F>
+inline void by_heads(uint32_t num_heads, const F& f) {
+  uint32_t head = 0;
+  for (; head + 4 <= num_heads; head += 4) f(Constant<4>(), head);
+  if (num_heads - head == 3) f(Constant<3>(), head);
+  if (num_heads - head == 2) f(Constant<2>(), head);
+  if (num_heads - head == 1) f(Constant<1>(), head);
+}
+
+template <int BITS>
+void scan_logs(const ScanArgs& args, float* logs) {
+  by_heads(args.num_heads, [&](auto tile, uint32_t head) { logs_of_heads<BITS, decltype(tile)::value>(args, head, logs); });
+}
+
+template <int BITS>
+void scan_draw(const ScanArgs& args, const DrawArgs& draw) {
+  for (uint32_t h = 0; h < args.num_heads; ++h) draw.num_drawn[h] = 0;
+  by_heads(args.num_heads, [&](auto tile, uint32_t head) { draw_for_heads<BITS, decltype(tile)::value>(args, draw, head); });
+}
+
+}  // namespace
+}  // namespace magicpig

@@ -1,0 +1,60 @@
+// Drawing rows by a pass over coded keys, as all layers of one configuration do it: the rotation, queries in the keys'
+// terms, and the thresholds that keep the number of rows within the budget.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lsh.h"
+
+namespace magicpig {
+
+struct Scan {
+  // signs: [num_rounds, padded_dim(head_dim)], 1 or -1.
+  Scan(uint32_t bits, float budget, uint32_t min_rows, uint32_t seed, uint32_t head_dim, const float* signs,
+       uint32_t num_rounds);
+
+  const uint32_t bits;  // per dimension
+  const float budget;   // share of the keys
+  const uint32_t min_rows;
+  const uint32_t seed;  // of the draws
+  const uint32_t head_dim, dim, span, num_rounds, num_lines;
+  std::vector<float> signs;  // scaled, as EncodeArgs wants them
+
+  bool operator==(const Scan& other) const;
+  uint32_t level() const { return bits == 1 ? 0 : bits == 2 ? 1 : 2; }  // which of the kernels
+  uint32_t code_dim() const { return num_lines * 32 / bits; }
+  size_t block_bytes() const { return size_t{num_lines} * 64 + 2 * kCodeBlock * sizeof(float); }
+  float step() const;    // between the levels of an element of unit variance
+  float temper() const;  // codes are noisy: proposals are flatter than they say
+  void rotate(float* x) const;
+};
+
+// Queries as a pass over codes wants them.
+class ScanQueries {
+ public:
+  ScanQueries() = default;
+  // values: [count, dim]. group: queries of one KV head.
+  ScanQueries(const Scan& scan, const float* values, size_t count, uint32_t group, float scale);
+
+  const int8_t* codes(size_t i) const { return codes_.data() + i * code_dim_; }
+  const float* slopes(size_t i) const { return slopes_.data() + i; }
+  const float* offsets(size_t i) const { return offsets_.data() + i; }
+  float scale() const { return scale_; }  // of the scores, tempered
+  const uint32_t* key(size_t i) const { return keys_.data() + i / group_ * 2; }
+
+  std::vector<float> log_thresholds;  // of each query: rows whose weight exceeds it are always drawn
+
+ private:
+  uint32_t group_ = 1, code_dim_ = 0;
+  float scale_ = 0;
+  std::vector<int8_t> codes_;
+  std::vector<float> slopes_, offsets_;
+  std::vector<uint32_t> keys_;  // two for each group
+};
+
+// The log of the threshold t for which sum_i min(1, exp(logs[i]) / t) = rows, below which every weight counts in part.
+// Far below all logs where there are not more than `rows` of them. scratch: as many floats, rounded up to 16.
+float log_threshold(const Kernels& kernels, const float* logs, size_t count, double rows, float* scratch);
+
+}  // namespace magicpig
