@@ -18,13 +18,12 @@ namespace magicpig {
 namespace {
 
 constexpr size_t kBlocksAtOnce = 12;  // coded by one task
+constexpr size_t kBlocksAhead = 4;    // asked for from memory where single ones are read
 constexpr float kAtMean = 1e-4f;      // a key this near the mean, relative to the mean's norm, counts as the mean
 
 // What is added to a value's squared distance from the mean value, in mean squared distances: a key whose value is
 // ordinary can still be a heavy one.
 constexpr double kOrdinary = 0.1;
-
-constexpr float kAbsent = -1e38f;
 
 }  // namespace
 
@@ -97,29 +96,41 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
   });
 }
 
-ScanArgs Codes::scan_args(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads,
-                          uint32_t kv_head, size_t block, size_t num_blocks, float* bases) const {
-  for (uint32_t h = 0; h < num_heads; ++h) {
-    const double product = dot(values + (query + h) * scan_->dim, mean(kv_head), scan_->dim);
+ScanArgs Codes::scan_args(const Ask& ask, float* bases) const {
+  const ScanQueries& queries = ask.queries.scan();
+  for (uint32_t h = 0; h < ask.num_heads; ++h) {
+    const double product = dot(ask.queries.values(ask.query + h), mean(ask.kv_head), scan_->dim);
     bases[h] = static_cast<float>(queries.scale() * product);
   }
-  return {blocks(kv_head) + block * scan_->block_bytes(),
-          num_blocks,
+  return {nullptr,
+          0,
           scan_->num_lines,
-          num_heads,
-          queries.codes(query),
-          queries.slopes(query),
-          queries.offsets(query),
+          ask.num_heads,
+          queries.codes(ask.query),
+          queries.slopes(ask.query),
+          queries.offsets(ask.query),
           bases};
 }
 
-void Codes::logs(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads, uint32_t kv_head,
-                 size_t block, float* logs) const {
-  std::vector<float> bases(num_heads);
-  const ScanArgs args = scan_args(queries, values, query, num_heads, kv_head, block, 1, bases.data());
-  kernels().scan_logs[scan_->level()](args, logs);
-  for (size_t k = num_tokens_ - std::min<size_t>(num_tokens_, block * kCodeBlock); k < kCodeBlock; ++k)
-    for (uint32_t h = 0; h < num_heads; ++h) logs[h * kCodeBlock + k] = kAbsent;
+size_t Codes::logs(const Ask& ask, const size_t* which, size_t count, float* logs) const {
+  std::vector<float> bases(ask.num_heads);
+  ScanArgs args = scan_args(ask, bases.data());
+  args.num_blocks = 1;
+  size_t absent = 0;
+  const auto scan_logs = kernels().scan_logs[scan_->level()];
+  for (size_t i = 0; i < count; ++i, logs += ask.num_heads * kCodeBlock) {
+    args.blocks = blocks(ask.kv_head) + which[i] * scan_->block_bytes();
+    if (i + kBlocksAhead < count) {
+      const char* later = blocks(ask.kv_head) + which[i + kBlocksAhead] * scan_->block_bytes();
+      for (size_t byte = 0; byte < scan_->block_bytes(); byte += 64) __builtin_prefetch(later + byte);
+    }
+    scan_logs(args, logs);
+    const size_t there = std::min<size_t>(num_tokens_ - which[i] * kCodeBlock, kCodeBlock);
+    for (uint32_t h = 0; h < ask.num_heads; ++h)
+      std::fill(logs + h * kCodeBlock + there, logs + (h + 1) * kCodeBlock, -1e38f);
+    absent += kCodeBlock - there;
+  }
+  return absent;
 }
 
 void Codes::draw(const Ask& ask, Drawn* drawn) const {
@@ -133,8 +144,9 @@ void Codes::draw(const Ask& ask, Drawn* drawn) const {
   log_probability.resize(stride * ask.num_heads);
   counts.resize(ask.num_heads);
   bases.resize(ask.num_heads);
-  const ScanArgs args = scan_args(queries, ask.queries.values(0), ask.query, ask.num_heads, ask.kv_head,
-                                  ask.first / kCodeBlock, num_blocks, bases.data());
+  ScanArgs args = scan_args(ask, bases.data());
+  args.blocks = blocks(ask.kv_head) + ask.first / kCodeBlock * scan_->block_bytes();
+  args.num_blocks = num_blocks;
   for (uint32_t h = 0; h < ask.num_heads; ++h) bases[h] -= queries.log_thresholds[ask.query + h];
   const uint32_t* key = queries.key(ask.query);
   uint32_t of_segment;  // segments number their rows alike, and must not draw alike

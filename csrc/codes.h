@@ -22,10 +22,9 @@ class Codes : public Index {
   uint32_t heads_at_once(uint32_t group) const override { return group; }
   void draw(const Ask& ask, Drawn* drawn) const override;
 
-  // Logs of the weights of the keys of block `block` for heads `query` .. of one KV head: [num_heads, 16], without the
-  // threshold; -1e38 for keys that are not there.
-  void logs(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads, uint32_t kv_head,
-            size_t block, float* logs) const;
+  // Logs of the weights of the keys of some blocks, without the threshold, for the heads of an Ask whose tokens do not
+  // matter: into logs[i][head][16]. Returns how many keys of them are padding: theirs are lower than any.
+  size_t logs(const Ask& ask, const size_t* blocks, size_t count, float* logs) const;
   size_t num_blocks() const { return num_blocks_; }
 
  private:
@@ -36,8 +35,8 @@ class Codes : public Index {
     return reinterpret_cast<float*>(blocks(kv_head) + (block + 1) * scan_->block_bytes()) - kCodeBlock;
   }
   void encode(const Kernels& kernels, RowType type, uint32_t kv_head, const char* rows) const;
-  ScanArgs scan_args(const ScanQueries& queries, const float* values, size_t query, uint32_t num_heads,
-                     uint32_t kv_head, size_t block, size_t num_blocks, float* bases) const;
+  // The arguments of a kernel but for the blocks; bases are filled in.
+  ScanArgs scan_args(const Ask& ask, float* bases) const;
 
   std::shared_ptr<const Scan> scan_;
   uint32_t num_tokens_;

@@ -41,6 +41,7 @@ extern const Kernels kernels = {
     hash,
     encode,
     {scan_logs<1>, scan_logs<2>, scan_logs<4>},
+    log_threshold,
     {scan_draw<1>, scan_draw<2>, scan_draw<4>},
     exp_of,
     sizeof(LinearInput),

@@ -185,6 +185,9 @@ struct Kernels {
   void (*encode)(const EncodeArgs& args);
   // By log2 of the bits. All logs [num_heads, num_blocks * 16]; or rows drawn by them.
   void (*scan_logs[3])(const ScanArgs& args, float* logs);
+  // The log of the threshold t for which sum_i min(1, exp(logs[i]) / t) = rows. count: a multiple of 16, above rows.
+  // scratch: `count` floats.
+  float (*log_threshold)(const float* logs, size_t count, float rows, float* scratch);
   void (*scan_draw[3])(const ScanArgs& args, const DrawArgs& draw);
   void (*exp)(const float* x, size_t count, float* out);  // count: a multiple of 16; for tests
   size_t input_bytes;                                     // of an element of prepared inputs

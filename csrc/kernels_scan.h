@@ -67,6 +67,8 @@ void encode(const EncodeArgs& args) {
   store(reinterpret_cast<float*>(args.block + lines * 64), factor);
 }
 
+constexpr size_t kScanAhead = 4096;  // bytes
+
 // Logs of the weights of B blocks for H heads.
 template <int BITS, int H, int B>
 inline void weigh(const ScanArgs& args, uint32_t head, const char* block, size_t block_bytes, vec (&logs)[B][H]) {
@@ -82,12 +84,13 @@ inline void weigh(const ScanArgs& args, uint32_t head, const char* block, size_t
     for (int b = 0; b < B; ++b) codes[b] = iload(block + b * block_bytes + line * 64);
     const int8_t* query = queries + line * 4 * kGroups;
     auto group = [&](auto shifted, int g) {
-      constexpr int kShift = decltype(shifted)::value;
+      ivec part[B];
+      for (int b = 0; b < B; ++b) part[b] = iand(shift_right<decltype(shifted)::value>(codes[b]), mask);
       for (int h = 0; h < H; ++h) {
         uint32_t four;
         memcpy(&four, query + h * query_bytes + 4 * g, 4);
         const ivec q = iset1(four);
-        for (int b = 0; b < B; ++b) acc[b][h] = dot4(acc[b][h], iand(shift_right<kShift>(codes[b]), mask), q);
+        for (int b = 0; b < B; ++b) acc[b][h] = dot4(acc[b][h], part[b], q);
       }
     };
     if constexpr (BITS == 4) {
@@ -119,6 +122,35 @@ void logs_of_heads(const ScanArgs& args, uint32_t head, float* out) {
     weigh<BITS, H, 1>(args, head, args.blocks + i * bytes, bytes, logs);
     for (int h = 0; h < H; ++h) store(out + (head + h) * stride + i * kCodeBlock, logs[0][h]);
   }
+}
+
+float log_threshold(const float* logs, size_t count, float rows, float* weights) {
+  vec highest = load(logs);
+  for (size_t i = kChunk; i < count; i += kChunk) highest = max(load(logs + i), highest);
+  const float peak = largest(highest);
+  for (size_t i = 0; i < count; i += kChunk) store(weights + i, exp(sub(load(logs + i), set1(peak))));
+  // Weights above the threshold count as one each: with them out of the sum it falls, until none joins.
+  float threshold = __builtin_inff(), heavy = 0;
+  for (;;) {
+    const vec border = set1(threshold);
+    vec light = zero();
+    for (size_t i = 0; i < count; i += kChunk) {
+      vec weight = load(weights + i);
+      light = add(light, select_less(border, weight, zero(), weight));
+    }
+    const float left = rows - heavy;
+    threshold = sum(light) / (left > 1e-3f ? left : 1e-3f);
+    if (!(threshold > 1e-30f)) threshold = 1e-30f;
+    vec above = zero();
+    for (size_t i = 0; i < count; i += kChunk)
+      above = add(above, select_less(set1(threshold), load(weights + i), set1(1.0f), zero()));
+    const float more = sum(above);
+    if (!(more > heavy)) break;
+    heavy = more;
+  }
+  alignas(64) float out[kChunk];
+  store(out, log(set1(threshold)));
+  return peak + out[0];
 }
 
 // Uniform numbers in [0, 1), one per lane, from sixteen row ids and a key.
@@ -164,11 +196,13 @@ inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, const
 
 template <int BITS, int H>
 void draw_for_heads(const ScanArgs& args, const DrawArgs& draw, uint32_t head) {
-  constexpr int kBlocks = H == 1 ? 4 : H == 4 ? 1 : 2;
+  constexpr int kBlocks = H == 1 ? 4 : 2;
   const size_t bytes = block_bytes_of(args);
   size_t i = 0;
   for (; i + kBlocks <= args.num_blocks; i += kBlocks) {
     vec logs[kBlocks][H];
+    const char* ahead = args.blocks + i * bytes + kScanAhead;  // beyond the end now and then: harmless
+    for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
     weigh<BITS, H, kBlocks>(args, head, args.blocks + i * bytes, bytes, logs);
     draw_blocks<H, kBlocks>(draw, head, i * kCodeBlock, logs);
   }

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "threads.h"
+
 namespace magicpig {
 
 namespace {
@@ -79,14 +81,17 @@ ScanQueries::ScanQueries(const Scan& scan, const float* values, size_t count, ui
       slopes_(count),
       offsets_(count),
       keys_(count / group * 2) {
+  parallel_for(count / group, [&](size_t i) { prepare(scan, values, i); });
+}
+
+// The queries of one KV head.
+void ScanQueries::prepare(const Scan& scan, const float* values, size_t kv_head) {
+  uint32_t* key = keys_.data() + kv_head * 2;
+  key[0] = stir(scan.seed, 1);
+  key[1] = stir(scan.seed, 2);
   std::vector<float> x(scan.dim);
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = kv_head * group_; i < (kv_head + 1) * group_; ++i) {
     std::copy_n(values + i * scan.dim, scan.dim, x.data());
-    uint32_t* key = keys_.data() + i / group * 2;
-    if (i % group == 0) {
-      key[0] = stir(scan.seed, 1);
-      key[1] = stir(scan.seed, 2);
-    }
     for (uint32_t d = 0; d < scan.head_dim; ++d) {
       uint32_t word;
       std::memcpy(&word, &x[d], sizeof word);
@@ -106,30 +111,6 @@ ScanQueries::ScanQueries(const Scan& scan, const float* values, size_t count, ui
     slopes_[i] = 2 * unit;
     offsets_[i] = -unit * top * static_cast<float>(sum);
   }
-}
-
-float log_threshold(const Kernels& kernels, const float* logs, size_t count, double rows, float* scratch) {
-  if (rows >= static_cast<double>(count)) return kAlways;
-  const float peak = *std::max_element(logs, logs + count);
-  if (!(std::fabs(peak) < 1e30f)) return kAlways;
-  const size_t padded = (count + kChunk - 1) / kChunk * kChunk;
-  for (size_t i = 0; i < padded; ++i) scratch[i] = i < count ? logs[i] - peak : -INFINITY;
-  kernels.exp(scratch, padded, scratch);
-  // Weights above the threshold count as one each: with more of them left out of the sum it falls, until none joins.
-  double threshold = 0;
-  for (size_t heavy = 0, more = 0;; heavy = more) {
-    double light = 0;
-    const float border = heavy ? static_cast<float>(threshold) : INFINITY;
-    float sums[8] = {};
-    for (size_t i = 0; i < padded; i += 8)
-      for (size_t j = 0; j < 8; ++j) sums[j] += scratch[i + j] <= border ? scratch[i + j] : 0;
-    for (float sum : sums) light += sum;
-    threshold = std::max(light / std::max(rows - static_cast<double>(heavy), 1e-3), 1e-30);
-    more = static_cast<size_t>(
-        std::count_if(scratch, scratch + padded, [&](float w) { return w > static_cast<float>(threshold); }));
-    if (more <= heavy) break;
-  }
-  return static_cast<float>(peak + std::log(threshold));
 }
 
 }  // namespace magicpig

@@ -46,15 +46,13 @@ class ScanQueries {
   std::vector<float> log_thresholds;  // of each query: rows whose weight exceeds it are always drawn
 
  private:
+  void prepare(const Scan& scan, const float* values, size_t kv_head);
+
   uint32_t group_ = 1, code_dim_ = 0;
   float scale_ = 0;
   std::vector<int8_t> codes_;
   std::vector<float> slopes_, offsets_;
   std::vector<uint32_t> keys_;  // two for each group
 };
-
-// The log of the threshold t for which sum_i min(1, exp(logs[i]) / t) = rows, below which every weight counts in part.
-// Far below all logs where there are not more than `rows` of them. scratch: as many floats, rounded up to 16.
-float log_threshold(const Kernels& kernels, const float* logs, size_t count, double rows, float* scratch);
 
 }  // namespace magicpig

@@ -28,28 +28,30 @@ struct Blocks {
 
 void find(const Kernels& kernels, const Geometry& geometry, const Blocks& blocks, size_t query, uint32_t kv_head,
           PreparedQueries& queries) {
+  const double tokens = static_cast<double>(blocks.tokens);
+  const double rows = std::max(double{geometry.scan->budget} * tokens, double{geometry.scan->min_rows});
+  if (rows >= tokens) return;  // every row, as thresholds are at first
   const uint32_t group = geometry.group();
-  const size_t count = std::min(kBlocks, blocks.total);
-  static thread_local std::vector<float> scratch;
-  scratch.resize((group + 1) * count * kCodeBlock + group * kCodeBlock);
-  float *logs = scratch.data(), *part = logs + group * count * kCodeBlock, *weights = part + group * kCodeBlock;
-  size_t segment = 0, start = 0, keys = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const size_t block = i * blocks.total / count;
-    while (block - start >= blocks.segments[segment]->num_blocks()) start += blocks.segments[segment++]->num_blocks();
-    blocks.segments[segment]->logs(queries.scan(), queries.values(0), query, group, kv_head, block - start, part);
-    for (uint32_t h = 0; h < group; ++h)
-      std::copy_n(part + h * kCodeBlock, kCodeBlock, logs + (h * count + i) * kCodeBlock);
-    for (uint32_t k = 0; k < kCodeBlock; ++k) keys += part[k] > -1e37f;
+  const size_t count = std::min(kBlocks, blocks.total), keys = count * kCodeBlock;
+  const Ask ask = {queries, query, group, kv_head, nullptr, 0, 0};
+  std::vector<float> logs(group * keys), part(group * keys), scratch(keys);
+  std::vector<size_t> places;
+  size_t start = 0, done = 0, absent = 0;
+  for (const Codes* segment : blocks.segments) {
+    places.clear();
+    for (size_t i = done; i < count && i * blocks.total / count < start + segment->num_blocks(); ++i)
+      places.push_back(i * blocks.total / count - start);
+    absent += segment->logs(ask, places.data(), places.size(), part.data());
+    for (size_t i = 0; i < places.size(); ++i)
+      for (uint32_t h = 0; h < group; ++h)
+        std::copy_n(&part[(i * group + h) * kCodeBlock], kCodeBlock, &logs[h * keys + (done + i) * kCodeBlock]);
+    done += places.size();
+    start += segment->num_blocks();
   }
-  const Scan& scan = *geometry.scan;
-  const double rows = std::max(double{scan.budget} * static_cast<double>(blocks.tokens), double{scan.min_rows});
-  if (rows >= static_cast<double>(blocks.tokens)) return;  // every row, as thresholds are at first
-  const double share = rows / static_cast<double>(blocks.tokens);
+  const auto wanted = static_cast<float>(rows / tokens * static_cast<double>(keys - absent));
   for (uint32_t h = 0; h < group; ++h) {
     queries.scan().log_thresholds[query + h] =
-        log_threshold(kernels, logs + h * count * kCodeBlock, count * kCodeBlock, share * static_cast<double>(keys),
-                      weights);
+        kernels.log_threshold(logs.data() + h * keys, keys, wanted, scratch.data());
   }
 }
 

@@ -210,7 +210,9 @@ def value_biases(values: Tensor) -> Tensor:
     return torch.where(squared > 0, 0.5 * squared.log(), 0.0)
 
 
-def proposals(query: Tensor, keys: Tensor, values: Tensor, scan: ScanConfig, scale: float) -> Tensor:
+def proposals(
+    query: Tensor, keys: Tensor, values: Tensor, scan: ScanConfig, scale: float
+) -> Tensor:
     """Logs [n] of the weights by which keys are drawn: scores as the codes tell them, tempered, and
     the values' biases. The query has 8 bits per dimension."""
     levels, factors = key_codes(keys, scan)

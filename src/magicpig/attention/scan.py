@@ -1,4 +1,4 @@
-"""scan: rows are drawn by a pass over short codes of all keys, and weighted by their probability."""
+"""scan: rows are drawn by a pass over codes of all keys, and weighted by their probability."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ def native_lsh(lsh: LSHConfig, head_dim: int) -> _native.Lsh:
 def native_scan(scan: ScanConfig, head_dim: int) -> _native.Scan:
     """The native form of a configuration: one for all layers and sequences that use it."""
     signs = reference.rotation_signs(scan, head_dim)
-    return _native.Scan(
-        scan.bits_per_dim, scan.budget, scan.min_rows, scan.seed, head_dim, signs
-    )
+    return _native.Scan(scan.bits_per_dim, scan.budget, scan.min_rows, scan.seed, head_dim, signs)
 
 
 def check_tensor(name: str, tensor: object, shape: Sequence[int | str]) -> Tensor:
