@@ -164,32 +164,49 @@ inline vec uniform(uint32_t first, const uint32_t (&key)[2]) {
   return sub(float_of_bits(ior(shift_right<9>(x), iset1(0x3f800000))), set1(1.0f));
 }
 
-// The rows of B blocks that are drawn for H heads.
+// Probabilities are weights as the bits of a float tell them: 2^n, linear between whole n, without a power or a log.
+constexpr float kBitsOfOne = 127 * 8388608.0f, kBitsPerNat = 8388608.0f * 1.44269504f;
+
+inline vec probability(vec log_weight) {
+  vec x = max(min(log_weight, zero()), set1(-11.0903549f));  // log 2^-16
+  return float_of_bits(to_int(fma(x, set1(kBitsPerNat), set1(kBitsOfOne))));
+}
+
+// The least log of a weight whose probability is u, so that a row is drawn; numbers up to kLeastProbability draw any.
+inline vec least_drawn(vec u) {
+  vec log_weight = mul(sub(to_float(bits_of_float(u)), set1(kBitsOfOne)), set1(1 / kBitsPerNat));
+  return select_less(set1(kLeastProbability), u, log_weight, set1(-kLargest));
+}
+
+// Rows that are drawn for a head, among the sixteen from `at` on.
+inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t at, uint32_t chosen, vec logs) {
+  alignas(64) float of_lanes[kCodeBlock];
+  store(of_lanes, logs);
+  size_t& count = draw.num_drawn[head];
+  uint16_t* ids = draw.ids + head * draw.stride;
+  float* kept = draw.log_probability + head * draw.stride;
+  for (; chosen; chosen &= chosen - 1) {
+    const int lane = __builtin_ctz(chosen);
+    const uint32_t id = at + lane;
+    ids[count] = static_cast<uint16_t>(id);
+    kept[count++] = of_lanes[lane];
+    const char* row = draw.rows + id * draw.row_bytes;
+    for (size_t byte = 0; byte < draw.row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+  }
+}
+
+// Rows of B blocks, the first of which begins with key `first`, for H heads.
 template <int H, int B>
 inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, const vec (&logs)[B][H]) {
-  const float one = 1 << 23, least = -11.0903549f;  // log 2^-16
   for (int b = 0; b < B; ++b) {
-    const size_t at = first + b * kCodeBlock;
-    const vec u = uniform(draw.first_id + static_cast<uint32_t>(at), draw.key);
+    const size_t key = first + b * kCodeBlock;
+    const uint32_t id = draw.first_id + static_cast<uint32_t>(key);
+    const vec least = least_drawn(uniform(id, draw.key));
+    uint32_t there = 0xffff;
+    if (__builtin_expect(key + kCodeBlock > draw.count, 0)) there = (1u << (draw.count - key)) - 1;
     for (int h = 0; h < H; ++h) {
-      vec x = max(min(logs[b][h], zero()), set1(least));
-      vec p = float_of_bits(to_int(fma(x, set1(one * 1.44269504f), set1(127 * one))));
-      uint32_t chosen = sign_bits(sub(p, u));
-      if (__builtin_expect(at + kCodeBlock > draw.count, 0)) chosen &= (1u << (draw.count - at)) - 1;
-      if (chosen == 0) continue;
-      alignas(64) float probabilities[kCodeBlock];
-      store(probabilities, p);
-      size_t& count = draw.num_drawn[head + h];
-      uint16_t* ids = draw.ids + (head + h) * draw.stride;
-      float* kept = draw.log_probability + (head + h) * draw.stride;
-      for (; chosen; chosen &= chosen - 1) {
-        const int lane = __builtin_ctz(chosen);
-        const uint32_t id = draw.first_id + static_cast<uint32_t>(at) + lane;
-        ids[count] = static_cast<uint16_t>(id);
-        kept[count++] = probabilities[lane];
-        const char* row = draw.rows + id * draw.row_bytes;
-        for (size_t byte = 0; byte < draw.row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-      }
+      const uint32_t chosen = sign_bits(sub(logs[b][h], least)) & there;
+      if (__builtin_expect(chosen != 0, 0)) keep_drawn(draw, head + h, id, chosen, logs[b][h]);
     }
   }
 }
@@ -214,8 +231,8 @@ void draw_for_heads(const ScanArgs& args, const DrawArgs& draw, uint32_t head) {
   for (int h = 0; h < H; ++h) {
     float* p = draw.log_probability + (head + h) * draw.stride;
     const size_t count = draw.num_drawn[head + h];
-    for (size_t k = count; k % kChunk; ++k) p[k] = 1;
-    for (size_t k = 0; k < count; k += kChunk) store(p + k, log(load(p + k)));
+    for (size_t k = count; k % kChunk; ++k) p[k] = 0;
+    for (size_t k = 0; k < count; k += kChunk) store(p + k, log(probability(load(p + k))));
   }
 }
 

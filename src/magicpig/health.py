@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import magicpig
-from magicpig import LayerKV, LSHConfig, _native, native, reference
+from magicpig import LayerKV, LSHConfig, ScanConfig, _native, native, reference
 from magicpig.models import BUILTIN, cache_folder, store
 
 ROOT = Path("/")  # of /proc, /sys and /dev
@@ -295,14 +295,19 @@ def probe() -> tuple[LSHConfig, Tensor, Tensor, Tensor]:
 
 def difference() -> str | None:
     """How attention with the instruction set in use differs from the reference, if it does."""
-    lsh, queries, keys, values = probe()
     try:
-        kv = LayerKV(4, 2, 64, lsh)
-        kv.append(keys, values)
-        out, lse = kv.attend(queries)
-        drawn, _ = kv.sample(queries)
+        return _hashed_difference() or _scanned_difference()
     except (MemoryError, RuntimeError, ValueError) as error:
         return str(error) or type(error).__name__
+
+
+def _hashed_difference() -> str | None:
+    """By hash tables: the very rows."""
+    lsh, queries, keys, values = probe()
+    kv = LayerKV(4, 2, 64, lsh)
+    kv.append(keys, values)
+    out, lse = kv.attend(queries)
+    drawn, _ = kv.sample(queries)
     for head, rows in enumerate(drawn):
         its_keys, its_values = keys[head // 2], values[head // 2]
         expected, _ = reference.drawn(queries[head], its_keys, lsh)
@@ -317,6 +322,29 @@ def difference() -> str | None:
             distance = (mine.double() - truth).abs().max().item()
             if not distance <= TOLERANCE:
                 return f"the {name} of head {head} is {distance:.3g} away from the reference's"
+    return None
+
+
+def _scanned_difference() -> str | None:
+    """By codes: the probabilities of the rows that are drawn, and attention over these."""
+    _, queries, keys, values = probe()
+    scan = ScanConfig(2, 0.25, 1, exact_below=0)
+    kv = LayerKV(4, 2, 64, scan)
+    kv.append(keys, values)
+    out, _ = kv.attend(queries)
+    for head, (rows, log_probability) in enumerate(zip(*kv.sample(queries), strict=True)):
+        its_keys, its_values = keys[head // 2], values[head // 2]
+        logs = reference.proposals(queries[head], its_keys, its_values, scan, 64**-0.5)
+        threshold = reference.log_threshold(logs, scan.budget * len(logs))
+        drawn, log_p = rows.long(), log_probability.double()
+        truth = reference.inclusion_probability(logs, threshold)[drawn].log()
+        if not (log_p - truth).abs().max().item() <= TOLERANCE:
+            return f"head {head} draws rows of other probabilities than the reference's"
+        scores = reference.scores(queries[head], its_keys[drawn], 64**-0.5)
+        expected, _ = reference.attend(scores - log_p, its_values[drawn])
+        distance = (out[head].double() - expected).abs().max().item()
+        if not distance <= TOLERANCE:
+            return f"the output of head {head} by codes is {distance:.3g} away from the reference's"
     return None
 
 

@@ -1,0 +1,197 @@
+"""scan beside lsh: time and error on a real model's keys, and speed against the machine's roofs.
+
+    python benchmarks/scan.py                           Llama-3.1-8B geometry, 98,304 Gaussian keys
+    python benchmarks/scan.py --model smollm2-ruler-32k --tokens 32000 --task niah_multikey_3
+
+Queries rotate, so that no cache holds what the next call reads. Times are medians of one run; on
+real keys they are those of a step through all sampled layers. "of roof": bytes of codes or rows per
+second, as a share of what this machine streams or gathers; "GMAC/s": products of codes and queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from estimators import inputs
+from machine import hardware
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+import magicpig
+from magicpig import LayerKV, LSHConfig, ScanConfig, _native, merge
+from magicpig.analysis.capture import LayerInput, Reader
+from magicpig.models import load
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SINKS, LOCAL, POSITIONS = 16, 64, 8
+TABLES = ((10, 150), (9, 120), (8, 75), (10, 300))
+BUDGETS = (0.0025, 0.005, 0.01, 0.02, 0.04)
+console = Console(stderr=True, highlight=False)
+Index = LSHConfig | ScanConfig
+
+
+def name_of(index: Index) -> str:
+    if isinstance(index, LSHConfig):
+        return f"lsh:{index.bits_per_table}:{index.num_tables}"
+    return f"scan:{index.bits_per_dim}:{100 * index.budget:g}%"
+
+
+def attended(kv: LayerKV, queries: Tensor, scale: float) -> tuple[float, float, float, Tensor]:
+    """Seconds, thread-seconds of drawing and of rows, and rows read by each head."""
+    out, lse = torch.empty(1, *queries.shape), torch.empty(1, len(queries))
+    rows = torch.empty(1, len(queries), dtype=torch.int64)
+    start = time.perf_counter()
+    draw, drawn, whole, _ = _native.attend(
+        [kv._native], queries[None], scale, 0.0, False, out, lse, rows
+    )
+    return time.perf_counter() - start, draw, drawn + whole, rows[0]
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print(f"| {' | '.join(header)} |")
+    print(f"|---|{'---:|' * (len(header) - 1)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+def against_roofs(tokens: int, threads: Sequence[int]) -> None:
+    """Gaussian keys: how fast codes are made and passed over."""
+    generator = torch.Generator().manual_seed(0)
+    shape = KV_HEADS, tokens, DIM
+    keys, values = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    keys.normal_(generator=generator)
+    values.normal_(generator=generator)
+    sets = torch.randn(24, HEADS, DIM, generator=generator).bfloat16()
+    indexes: list[Index] = [LSHConfig(), *(ScanConfig(bits) for bits in (1, 2, 4))]
+    rows = []
+    for count in threads:
+        magicpig.set_num_threads(count)
+        stream = _native.stream_read_roof(1 << 30, 7)
+        console.print(f"{count} threads: streamed read {stream / 1e9:.1f} GB/s")
+        for index in track(indexes, f"{count} threads", console=console):
+            kv = LayerKV(HEADS, KV_HEADS, DIM, index)
+            kv.append(keys, values)
+            copy, code, sort = kv._native.build_seconds
+            measured = [attended(kv, queries, DIM**-0.5) for queries in (*sets, *sets)][len(sets) :]
+            seconds, draw, drawn = (
+                statistics.median(column) for column in list(zip(*measured, strict=True))[:3]
+            )
+            read = torch.stack([each[3] for each in measured]).float().mean().item() / tokens
+            speed = ["", ""]
+            if isinstance(index, ScanConfig):
+                drawing = draw / count
+                share = kv.nbytes.index / drawing / stream
+                speed = [f"{share:.0%}", f"{HEADS * tokens * DIM / drawing / 1e9:.0f}"]
+            times = (seconds, draw / count, drawn / count)
+            rows.append(
+                [name_of(index), str(count), f"{read:.2%}"]
+                + [f"{1e3 * x:.2f}" for x in times]
+                + speed
+                + [f"{x:.2f}" for x in (copy, code + sort)]
+                + [f"{1e6 * (code + sort) / tokens:.2f}", f"{kv.nbytes.index / kv.nbytes.rows:.3f}"]
+            )
+            del kv
+    header = "index,threads,keys read,ms,draw ms,rows ms,codes of roof,GMAC/s,copy s,index s,"
+    print_table([*header.split(",")[:-1], "index us/token", "index / rows"], rows)
+
+
+class Layer:
+    """Attention of one layer over a far context, beside the exact one."""
+
+    def __init__(self, given: LayerInput) -> None:
+        self.given = given
+        end = given.keys.shape[1] - LOCAL - len(given.queries)
+        self.far = slice(SINKS, end)
+        near = self._kv(None)
+        for part in (slice(0, SINKS), slice(end, end + LOCAL)):
+            near.append(given.keys[:, part], given.values[:, part])
+        whole = self.indexed(None)
+        self.near = [near.attend(q, scale=given.scale) for q in given.queries]
+        self.exact = [
+            merge(*n, *whole.attend(q, scale=given.scale))[0]
+            for n, q in zip(self.near, given.queries, strict=True)
+        ]
+
+    def _kv(self, index: Index | None) -> LayerKV:
+        keys, heads = self.given.keys, self.given.queries.shape[1]
+        return LayerKV(heads, keys.shape[0], keys.shape[2], index, keys.dtype)
+
+    def indexed(self, index: Index | None) -> LayerKV:
+        kv = self._kv(index)
+        kv.append(self.given.keys[:, self.far], self.given.values[:, self.far])
+        return kv
+
+    def error(self, kv: LayerKV, position: int) -> Tensor:
+        """Of each head."""
+        queries, exact = self.given.queries[position], self.exact[position]
+        out, _ = merge(*self.near[position], *kv.attend(queries, scale=self.given.scale))
+        return (out - exact).norm(dim=-1) / exact.norm(dim=-1)
+
+
+def on_real_keys(model: str, task: str | None, tokens: int, dense: Sequence[int]) -> None:
+    loaded = load(model)
+    reader = Reader(loaded)
+    [token_ids] = inputs(loaded, task, tokens, 1)
+    with console.status(f"reading {len(token_ids):,} tokens"):
+        given = reader.read(token_ids, POSITIONS, lambda done: None)
+    layers = [Layer(one) for one in given if one.layer not in dense]
+    indexes: list[Index] = [LSHConfig(bits, tables, exact_below=0) for bits, tables in TABLES]
+    indexes += [ScanConfig(bits, budget, 1) for bits in (2, 4) for budget in BUDGETS]
+    rows = []
+    for index in track(indexes, "indexes", console=console):
+        kvs = [layer.indexed(index) for layer in layers]
+        errors = torch.stack(
+            [
+                layer.error(kv, i)
+                for i in range(POSITIONS)
+                for layer, kv in zip(layers, kvs, strict=True)
+            ]
+        )
+        steps, read = [], []
+        for i in range(POSITIONS):
+            seconds = 0.0
+            for layer, kv in zip(layers, kvs, strict=True):
+                once = attended(kv, layer.given.queries[i], layer.given.scale)
+                seconds += once[0]
+                read.append(once[3].float().mean() / kv.num_tokens)
+            steps.append(seconds)
+        size = sum(kv.nbytes.index for kv in kvs) / sum(kv.nbytes.rows for kv in kvs)
+        rows.append(
+            [name_of(index), f"{torch.stack(read).mean():.2%}"]
+            + [f"{x:.4f}" for x in (errors.mean(), errors.median(), errors.quantile(0.9))]
+            + [f"{1e3 * statistics.median(steps):.2f}", f"{size:.3f}"]
+        )
+        del kvs
+    where = task or "text"
+    print(f"{model}, {len(token_ids):,} tokens ({where}), {len(layers)} layers, ", end="")
+    print(f"{POSITIONS} positions, {magicpig.num_threads()} threads\n")
+    header = ["index", "keys read", "mean error", "median", "p90", "ms per step", "index / rows"]
+    print_table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    best = magicpig.num_threads()
+    parser.add_argument("--model", help="measure on its keys, instead of Gaussian ones")
+    parser.add_argument("--task", help="a prompt of RULER, instead of text")
+    parser.add_argument("--tokens", type=int, default=98_304)
+    parser.add_argument("--dense", type=int, nargs="*", default=[0, 15], help="layers left out")
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, best}))
+    args = parser.parse_args()
+    print(f"{hardware()}, {magicpig.isa()}, {datetime.date.today()}\n")
+    if args.model:
+        on_real_keys(args.model, args.task, args.tokens, args.dense)
+    else:
+        against_roofs(args.tokens, args.threads)
+
+
+if __name__ == "__main__":
+    main()
