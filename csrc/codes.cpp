@@ -56,9 +56,9 @@ Codes::Codes(const Kernels& kernels, std::shared_ptr<const Scan> scan, RowType t
 void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const char* rows) const {
   const uint32_t dim = scan_->dim;
   const char* values = rows + row_bytes_ / 2;
-  std::vector<float> mean_value(dim);
-  mean_of(kernels, type, rows, num_tokens_, dim, mean(kv_head));
-  mean_of(kernels, type, values, num_tokens_, dim, mean_value.data());
+  std::vector<float> means(2 * dim);
+  mean_of(kernels, type, rows, num_tokens_, dim, 2 * dim, means.data());
+  std::copy_n(means.data(), dim, mean(kv_head));
   const double norm = std::sqrt(dot(mean(kv_head), mean(kv_head), dim));
   const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(norm));
   const size_t parts = (num_blocks_ + kBlocksAtOnce - 1) / kBlocksAtOnce;
@@ -70,28 +70,28 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
     float *centred = scratch.data(), *rotated = centred + kKeys * dim, *inverse = rotated + kCodeBlock * (dim + 32);
     const size_t first = part * kKeys, count = std::min(kKeys, num_tokens_ - first);
     kernels.centre[type](rows + first * row_bytes_, count, dim, mean(kv_head), tolerance, centred, inverse);
+    const size_t padded = (count + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
+    std::fill(centred + count * dim, centred + padded * dim, 0.0f);
     for (size_t i = 0; i < count; i += kCodeBlock) {
-      kernels.encode({centred + i * dim, std::min<size_t>(kCodeBlock, count - i), dim, scan_->bits, scan_->step(),
+      kernels.encode({centred + i * dim, dim, scan_->bits, scan_->step(),
                       scan_->signs.data(), scan_->num_rounds, scan_->span,
                       blocks(kv_head) + (first + i) / kCodeBlock * scan_->block_bytes(), rotated});
     }
-    kernels.centre[type](values + first * row_bytes_, count, dim, mean_value.data(), 0.0f, centred, inverse);
-    for (size_t i = 0; i < (count + kCodeBlock - 1) / kCodeBlock * kCodeBlock; ++i) {
-      const double distance = i < count && inverse[i] > 0 ? 1 / double{inverse[i]} : 0;
-      biases(kv_head, (first + i) / kCodeBlock)[i % kCodeBlock] = static_cast<float>(distance);
-      sums[part] += distance * distance;
+    kernels.centre[type](values + first * row_bytes_, count, dim, means.data() + dim, 0.0f, centred, inverse);
+    for (size_t i = 0; i < padded; ++i) {
+      const float distance = i < count && inverse[i] > 0 ? 1 / inverse[i] : 0;
+      biases(kv_head, (first + i) / kCodeBlock)[i % kCodeBlock] = distance;
+      sums[part] += double{distance} * distance;
     }
   });
   double ordinary = 0;
   for (double sum : sums) ordinary += sum;
-  ordinary *= kOrdinary / num_tokens_;
+  const auto added = static_cast<float>(ordinary * kOrdinary / num_tokens_);
   parallel_for(parts, [&](size_t part) {
     for (size_t block = part * kBlocksAtOnce; block < std::min((part + 1) * kBlocksAtOnce, num_blocks_); ++block) {
       float* bias = biases(kv_head, block);
-      for (uint32_t k = 0; k < kCodeBlock; ++k) {
-        const double squared = double{bias[k]} * bias[k] + ordinary;
-        bias[k] = squared > 0 ? static_cast<float>(0.5 * std::log(squared)) : 0;
-      }
+      for (uint32_t k = 0; k < kCodeBlock; ++k) bias[k] = std::max(std::sqrt(bias[k] * bias[k] + added), kMinNorm);
+      kernels.log(bias, kCodeBlock, bias);
     }
   });
 }

@@ -51,7 +51,8 @@ class Index {
   double code_seconds_ = 0, sort_seconds_ = 0;
 };
 
-// The mean of `count` vectors of `dim` elements, which lie a row apart.
-void mean_of(const Kernels& kernels, RowType type, const char* vectors, size_t count, uint32_t dim, float* mean);
+// The mean of the first `size` elements of `count` rows: dim of the keys, 2 * dim of keys and values.
+void mean_of(const Kernels& kernels, RowType type, const char* rows, size_t count, uint32_t dim, uint32_t size,
+             float* mean);
 
 }  // namespace magicpig

@@ -121,8 +121,7 @@ constexpr uint32_t kCodeBlock = 16;
 constexpr uint32_t kMaxRounds = 4;
 
 struct EncodeArgs {
-  const float* centred;  // [count, dim]
-  size_t count;          // up to kCodeBlock
+  const float* centred;  // [16, dim]
   uint32_t dim;
   uint32_t bits;        // per dimension: 1, 2 or 4
   float step;           // between levels, for elements of unit variance
@@ -172,8 +171,8 @@ struct Kernels {
   // type.
   size_t (*pack[kNumRowTypes][kNumRowTypes])(const void* source, size_t source_stride, size_t count, uint32_t head_dim,
                                              void* out, size_t out_stride, uint32_t dim);
-  // sums[dim] += the keys of the rows.
-  void (*add_keys[kNumRowTypes])(const void* rows, size_t count, uint32_t dim, float* sums);
+  // sums[size] += the first `size` elements, a multiple of 16, of each row.
+  void (*add_rows[kNumRowTypes])(const void* rows, size_t count, uint32_t dim, uint32_t size, float* sums);
   // centred = key - mean, and 1 / its norm. A key within `tolerance` (absolute) of the mean counts as the mean: zeros.
   void (*centre[kNumRowTypes])(const void* rows, size_t count, uint32_t dim, const float* mean, float tolerance,
                                float* centred, float* inv_norms);
@@ -190,6 +189,7 @@ struct Kernels {
   float (*log_threshold)(const float* logs, size_t count, float rows, float* scratch);
   void (*scan_draw[3])(const ScanArgs& args, const DrawArgs& draw);
   void (*exp)(const float* x, size_t count, float* out);  // count: a multiple of 16; for tests
+  void (*log)(const float* x, size_t count, float* out);  // the same, of normal numbers above 0
   size_t input_bytes;                                     // of an element of prepared inputs
   // Brings `in` columns of bf16 rows into the form the linear kernels read, and fills an odd last pair with zero.
   void (*prepare_inputs)(const bf16* x, size_t rows, size_t in, void* inputs, size_t input_stride);

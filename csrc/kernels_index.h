@@ -29,10 +29,10 @@ size_t pack(const void* source, size_t source_stride, size_t count, uint32_t hea
 }
 
 template <class T>
-void add_keys(const void* rows, size_t count, uint32_t dim, float* sums) {
+void add_rows(const void* rows, size_t count, uint32_t dim, uint32_t size, float* sums) {
   for (size_t r = 0; r < count; ++r) {
-    const T* key = static_cast<const T*>(rows) + r * 2 * dim;
-    for (uint32_t c = 0; c < dim; c += kChunk) store(sums + c, add(load(sums + c), load(key + c)));
+    const T* row = static_cast<const T*>(rows) + r * 2 * dim;
+    for (uint32_t c = 0; c < size; c += kChunk) store(sums + c, add(load(sums + c), load(row + c)));
   }
 }
 

@@ -4,7 +4,7 @@
 namespace magicpig {
 namespace {
 
-// log of sixteen normal numbers above 0; absolute error below 3e-6.
+// log of sixteen normal numbers above 0; error below 3e-6 of it, or absolute where it is less than 1.
 inline vec log(vec x) {
   ivec bits = bits_of_float(x);
   vec exponent = sub(to_float(shift_right<23>(bits)), set1(127.0f));
@@ -18,6 +18,28 @@ inline vec log(vec x) {
   return fma(exponent, set1(0.693147181f), mul(p, s));
 }
 
+// STAGES stages of the Hadamard transform of `span` elements, each of which is sixteen numbers; the first of them adds
+// and subtracts elements `half` apart.
+template <int STAGES>
+inline void transform(float* x, uint32_t span, uint32_t half) {
+  constexpr uint32_t kElements = 1 << STAGES;
+  for (uint32_t first = 0; first < span; first += kElements * half) {
+    for (uint32_t d = first; d < first + half; ++d) {
+      vec e[kElements];
+      for (uint32_t i = 0; i < kElements; ++i) e[i] = load(x + (d + i * half) * kChunk);
+      for (uint32_t apart = 1; apart < kElements; apart *= 2) {
+        for (uint32_t i = 0; i < kElements; ++i) {
+          if (i & apart) continue;
+          vec a = e[i], b = e[i | apart];
+          e[i] = add(a, b);
+          e[i | apart] = sub(a, b);
+        }
+      }
+      for (uint32_t i = 0; i < kElements; ++i) store(x + (d + i * half) * kChunk, e[i]);
+    }
+  }
+}
+
 // Sixteen vectors at once, [dim, 16].
 inline void rotate(const EncodeArgs& args) {
   float* x = args.scratch;
@@ -25,15 +47,9 @@ inline void rotate(const EncodeArgs& args) {
     const float* signs = args.signs + static_cast<size_t>(round) * args.dim;
     for (uint32_t d = 0; d < args.dim; ++d) store(x + d * kChunk, mul(load(x + d * kChunk), set1(signs[d])));
     float* part = x + (round % 2 ? args.dim - args.span : 0) * kChunk;
-    for (uint32_t half = 1; half < args.span; half *= 2) {
-      for (uint32_t first = 0; first < args.span; first += 2 * half) {
-        for (uint32_t d = first; d < first + half; ++d) {
-          vec a = load(part + d * kChunk), b = load(part + (d + half) * kChunk);
-          store(part + d * kChunk, add(a, b));
-          store(part + (d + half) * kChunk, sub(a, b));
-        }
-      }
-    }
+    uint32_t half = 1;
+    for (; half * 8 <= args.span; half *= 8) transform<3>(part, args.span, half);
+    for (; half < args.span; half *= 2) transform<1>(part, args.span, half);
   }
 }
 
@@ -41,9 +57,8 @@ void encode(const EncodeArgs& args) {
   const uint32_t dims_of_line = 32 / args.bits, lines = (args.dim + dims_of_line - 1) / dims_of_line;
   const float half = static_cast<float>(1 << (args.bits - 1)), top = 2 * half - 1;
   float* x = args.scratch;
-  for (uint32_t d = 0; d < lines * dims_of_line; ++d)
-    for (uint32_t k = 0; k < kCodeBlock; ++k)
-      x[d * kCodeBlock + k] = k < args.count && d < args.dim ? args.centred[k * args.dim + d] : 0.0f;
+  for (uint32_t d = 0; d < args.dim; d += kChunk) transpose(args.centred + d, args.dim, x + d * kChunk);
+  for (uint32_t d = args.dim; d < lines * dims_of_line; ++d) store(x + d * kChunk, zero());
   rotate(args);
   vec energy = zero();
   for (uint32_t d = 0; d < args.dim; ++d) energy = fma(load(x + d * kChunk), load(x + d * kChunk), energy);
@@ -55,9 +70,8 @@ void encode(const EncodeArgs& args) {
     for (uint32_t d = 0; d < dims_of_line; ++d) {
       const uint32_t dim = line * dims_of_line + d, byte = d % 4;
       vec value = load(x + dim * kChunk);
-      vec level = min(max(fma(value, inverse, set1(half)), zero()), set1(top));
-      vec code = floor(level);
-      if (dim < args.dim) product = fma(fma(code, set1(2.0f), set1(-top)), value, product);
+      vec code = floor(min(max(fma(value, inverse, set1(half)), zero()), set1(top)));
+      product = fma(fma(code, set1(2.0f), set1(-top)), value, product);  // values beyond `dim` are 0
       const float weight = static_cast<float>(1u << (8 * (byte % 2) + args.bits * (d / 4)));
       words[byte / 2] = fma(code, set1(weight), words[byte / 2]);
     }
@@ -67,7 +81,7 @@ void encode(const EncodeArgs& args) {
   store(reinterpret_cast<float*>(args.block + lines * 64), factor);
 }
 
-constexpr size_t kScanAhead = 4096;  // bytes
+constexpr size_t kTilesAhead = 4;  // of blocks, asked for from memory
 
 // Logs of the weights of B blocks for H heads.
 template <int BITS, int H, int B>
@@ -122,6 +136,10 @@ void logs_of_heads(const ScanArgs& args, uint32_t head, float* out) {
     weigh<BITS, H, 1>(args, head, args.blocks + i * bytes, bytes, logs);
     for (int h = 0; h < H; ++h) store(out + (head + h) * stride + i * kCodeBlock, logs[0][h]);
   }
+}
+
+void log_of(const float* x, size_t count, float* out) {
+  for (size_t i = 0; i < count; i += kChunk) store(out + i, log(load(x + i)));
 }
 
 float log_threshold(const float* logs, size_t count, float rows, float* weights) {
@@ -218,7 +236,7 @@ void draw_for_heads(const ScanArgs& args, const DrawArgs& draw, uint32_t head) {
   size_t i = 0;
   for (; i + kBlocks <= args.num_blocks; i += kBlocks) {
     vec logs[kBlocks][H];
-    const char* ahead = args.blocks + i * bytes + kScanAhead;  // beyond the end now and then: harmless
+    const char* ahead = args.blocks + (i + kTilesAhead * kBlocks) * bytes;  // beyond the end at times: harmless
     for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
     weigh<BITS, H, kBlocks>(args, head, args.blocks + i * bytes, bytes, logs);
     draw_blocks<H, kBlocks>(draw, head, i * kCodeBlock, logs);

@@ -81,7 +81,7 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
   for (uint32_t head = 0; head < num_kv_heads; ++head) {
     const char* keys = rows + size_t{head} * num_tokens * row_bytes_;
     const Stopwatch hashing;
-    mean_of(kernels, type, keys, num_tokens, dim, mean(head));
+    mean_of(kernels, type, keys, num_tokens, dim, dim, mean(head));
     const double mean_norm = std::sqrt(dot(mean(head), mean(head), dim));
     const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(mean_norm));
     parallel_for((num_tokens + kHashChunk - 1) / kHashChunk, [&](size_t part) {

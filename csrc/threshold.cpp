@@ -11,6 +11,9 @@ namespace {
 
 constexpr size_t kBlocks = 256;  // of sixteen keys each, that a threshold is found from
 
+// log(0.5 / log(2)^2): how much larger probabilities are, on average, than the powers that they interpolate.
+constexpr float kLogExcess = 0.0398967f;
+
 // Blocks of codes of one sequence, laid end to end.
 struct Blocks {
   std::vector<const Codes*> segments;
@@ -51,7 +54,7 @@ void find(const Kernels& kernels, const Geometry& geometry, const Blocks& blocks
   const auto wanted = static_cast<float>(rows / tokens * static_cast<double>(keys - absent));
   for (uint32_t h = 0; h < group; ++h) {
     queries.scan().log_thresholds[query + h] =
-        kernels.log_threshold(logs.data() + h * keys, keys, wanted, scratch.data());
+        kernels.log_threshold(logs.data() + h * keys, keys, wanted, scratch.data()) + kLogExcess;
   }
 }
 

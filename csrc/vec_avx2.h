@@ -163,5 +163,11 @@ inline ivec dot4(ivec acc, ivec codes, ivec query) {
   return {dot4(acc.a, codes.a, query.a), dot4(acc.b, codes.b, query.b)};
 }
 
+// out[j][i] = in[i][j] of sixteen rows of sixteen, `stride` apart.
+inline void transpose(const float* in, size_t stride, float* out) {
+  for (size_t i = 0; i < 16; ++i)
+    for (size_t j = 0; j < 16; ++j) out[16 * j + i] = in[i * stride + j];
+}
+
 }  // namespace
 }  // namespace magicpig

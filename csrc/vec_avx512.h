@@ -104,5 +104,31 @@ inline ivec dot4(ivec acc, ivec codes, ivec query) {
 #endif
 }
 
+// out[j][i] = in[i][j] of sixteen rows of sixteen, `stride` apart.
+inline void transpose(const float* in, size_t stride, float* out) {
+  __m512 pairs[16], fours[16];
+  for (int i = 0; i < 16; i += 2) {
+    vec a = load(in + i * stride), b = load(in + (i + 1) * stride);
+    pairs[i] = _mm512_unpacklo_ps(a, b);
+    pairs[i + 1] = _mm512_unpackhi_ps(a, b);
+  }
+  for (int i = 0; i < 16; i += 4) {  // fours[i + j]: column 4 l + j of rows i to i + 3 in each lane l
+    for (int j = 0; j < 2; ++j) {
+      __m512d a = _mm512_castps_pd(pairs[i + j]), b = _mm512_castps_pd(pairs[i + 2 + j]);
+      fours[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      fours[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    vec even_low = _mm512_shuffle_f32x4(fours[j], fours[4 + j], 0x88), odd_low = _mm512_shuffle_f32x4(fours[j], fours[4 + j], 0xdd);
+    vec even_high = _mm512_shuffle_f32x4(fours[8 + j], fours[12 + j], 0x88),
+        odd_high = _mm512_shuffle_f32x4(fours[8 + j], fours[12 + j], 0xdd);
+    store(out + 16 * j, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
+    store(out + 16 * (4 + j), _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+    store(out + 16 * (8 + j), _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
+    store(out + 16 * (12 + j), _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+  }
+}
+
 }  // namespace
 }  // namespace magicpig

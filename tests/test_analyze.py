@@ -19,11 +19,20 @@ from magicpig import LayerKV, LSHConfig, WindowConfig, merge, plotting, referenc
 from magicpig.analysis import estimators, observations, plots, report, texts
 from magicpig.analysis.capture import LayerInput, Reader, Starts
 from magicpig.analysis.estimators import Scene, weighted
-from magicpig.analysis.findings import AGREES, DIFFERS, IN_PART, findings
+from magicpig.analysis.findings import findings
 from magicpig.analysis.inclusion import Inclusion
 from magicpig.analysis.measure import LayerMeasures, Measures
 from magicpig.analysis.settings import Settings
 from magicpig.analysis.study import analyze
+from magicpig.analysis.summary import error_at, rows_of, share_at
+from magicpig.analysis.words import (
+    AGREES,
+    DIFFERS,
+    DOES_NOT_HELP,
+    HELPS,
+    HELPS_IN_PART,
+    IN_PART,
+)
 from magicpig.attention.registry import parse
 from magicpig.cli.analyze import analyze as command
 from magicpig.cli.report import reported
@@ -41,6 +50,7 @@ SMALL = Settings(
     local=16,
     budgets=(0.02, 0.1, 0.2, 1.0),
     tables=((4, 12), (6, 40)),
+    code_bits=(2, 4),
     page=8,
     starts=6,
 )
@@ -148,7 +158,7 @@ def test_exact_attention_is_the_references(softcap):
 def test_reading_everything_is_exact():
     settings = replace(SMALL, tokens=200, budgets=(1.0,))
     measures = LayerMeasures(given(positions=4), settings, seed=0)
-    for name in ("topk:100%", "quest:8:100%", "priority:100%"):
+    for name in ("topk:100%", "quest:8:100%", "priority:100%", "scan:2:100%"):
         assert measures.errors[name].max() < 1e-5
         assert measures.rows[name].min() == 1
 
@@ -164,7 +174,7 @@ def test_measures_do_not_depend_on_threads():
         found.append(measures)
     set_num_threads(before)
     one, three = found
-    for name in ("oracle:2%", "priority:2%", "lsh:6:40", "topk:2%"):
+    for name in ("oracle:2%", "priority:2%", "lsh:6:40", "scan:2:2%", "topk:2%"):
         for x, y in zip(one.errors[name], three.errors[name], strict=True):
             torch.testing.assert_close(x, y)
     assert one.inclusion[6, 40].result() == three.inclusion[6, 40].result()
@@ -325,6 +335,7 @@ def test_everything_is_measured_everywhere(results):
     names = {row["name"] for row in results["errors"]}
     for method in ("topk:2%", "quest:8:10%", "oracle:100%", "priority:2%", "lsh:4:12"):
         assert method in names
+    assert {"scan:2:2%", "scan:4:20%"} < names
     assert "lsh-raw:6:40" in names
     for row in results["errors"]:
         assert len(row["layers"]) == 4
@@ -335,10 +346,36 @@ def test_everything_is_measured_everywhere(results):
 
 
 def test_more_keys_less_error(results):
-    for method in ("topk", "priority", "oracle"):
-        rows = [row for row in results["errors"] if row["method"] == method]
+    for words in ("topk", "priority", "oracle", "scan:2", "scan:4"):
+        rows = rows_of(results["errors"], words)
+        assert len(rows) == len(SMALL.budgets)
         errors = [row["mean"] for row in sorted(rows, key=lambda row: row["budget"])]
         assert errors == sorted(errors, reverse=True)
+
+
+def test_codes_keep_to_their_budget_on_average(results):
+    for row in rows_of(results["errors"], "scan"):
+        assert row["share"] == pytest.approx(row["budget"], rel=0.15)
+
+
+def test_names_are_told_apart_by_whole_words():
+    rows = [{"name": name} for name in ("lsh:10:150", "lsh-raw:10:150", "scan:1:1%", "scan:16:1%")]
+    assert rows_of(rows, "lsh") == rows[:1]
+    assert rows_of(rows, "scan:1") == rows[2:3]
+    assert rows_of(rows, "scan") == rows[2:]
+    assert rows_of(rows, "topk") == []
+
+
+def test_errors_between_budgets_lie_on_a_line_in_log_scale():
+    rows = [{"share": share, "mean": 0.002 * share**-0.7} for share in (0.04, 0.01, 0.02)]
+    for share in (0.0096, 0.01, 0.013, 0.02, 0.035, 0.041):
+        error = error_at(rows, share)
+        assert error == pytest.approx(0.002 * share**-0.7)
+        assert share_at(rows, error) == pytest.approx(share)
+    for beyond in (0.005, 0.08):
+        assert error_at(rows, beyond) is None
+    assert error_at([], 0.01) is None
+    assert error_at(rows[:1], 0.04) is None  # a point is no line
 
 
 def test_progress_goes_from_nothing_to_all():
@@ -389,6 +426,40 @@ def test_findings_follow_the_figures(results):
         assert found["verdict"] in report.CLASSES
 
 
+def test_codes_are_held_against_tables_and_top_k(results):
+    changed = json.loads(json.dumps(results))
+    name = "codes of 2 bits per dimension"
+    lsh, *_ = rows_of(changed["errors"], "lsh")
+    top_k, codes = rows_of(changed["errors"], "topk"), rows_of(changed["errors"], "scan:2")
+    lsh["share"] = 0.05
+
+    def told(lsh_error, factors):
+        lsh["mean"] = lsh_error
+        for row, other, factor in zip(top_k, codes, factors, strict=True):
+            row["mean"], row["share"] = 0.01 / row["budget"], row["budget"]
+            other["mean"], other["share"] = factor * row["mean"], row["share"]
+        [found] = [found for found in findings(changed) if found["name"] == name]
+        return found["verdict"], found["sentence"]
+
+    verdict, sentence = told(0.2, [0.5] * 4)  # codes have 0.1 at 5 % of keys, 0.2 at 2.5 %
+    assert verdict == HELPS
+    assert "0.100 instead of 0.200, 0.50 of it; the same error takes 2.5 %." in sentence
+    assert "0.250 against 0.500 at 2 %" in sentence
+    verdict, sentence = told(0.2, [1.5, 0.5, 0.5, 0.5])
+    assert verdict == HELPS_IN_PART
+    assert "Not better than exact top-k at 2 %." in sentence
+    verdict, sentence = told(0.01, [2.0] * 4)
+    assert verdict == DOES_NOT_HELP
+    assert "Not better than lsh:4:12 and exact top-k at 2 %, 10 %, 20 %." in sentence
+
+
+def test_every_method_has_its_place_in_the_table(results):
+    names = [cells[0] for cells in report.error_rows(results)]
+    assert sorted(names) == sorted(row["name"] for row in results["errors"])
+    kinds = [plots.words_of(name) for name in names]
+    assert len(list(itertools.groupby(kinds))) == len(set(kinds))
+
+
 def test_the_report_needs_no_other_file(results, tmp_path):
     written = report.write(results, tmp_path / "new" / "out")
     assert {path.name for path in written} == set(os.listdir(tmp_path / "new" / "out"))
@@ -433,10 +504,18 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tokens", 100), ("tokens", 10**6), ("inputs", 1), ("budgets", (0.0,)), ("tables", ((0, 5),))],
+    [
+        ("tokens", 100),
+        ("tokens", 10**6),
+        ("inputs", 1),
+        ("budgets", (0.0,)),
+        ("tables", ((0, 5),)),
+        ("code_bits", (3,)),
+    ],
 )
 def test_bad_settings_are_named(field, value):
-    with pytest.raises(ValueError, match=field if field != "tables" else "bits_per_table"):
+    named = {"tables": "bits_per_table", "code_bits": "bits_per_dim"}
+    with pytest.raises(ValueError, match=named.get(field, field)):
         Settings(**{field: value})
 
 

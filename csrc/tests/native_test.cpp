@@ -14,8 +14,10 @@
 #include <thread>
 
 #include "attention.h"
+#include "codes.h"
 #include "dispatch.h"
 #include "layer_kv.h"
+#include "queries.h"
 #include "roofs.h"
 #include "testing.h"
 #include "threads.h"
@@ -59,7 +61,7 @@ Result run(const LayerKV& kv, const Context& context, bool exact) {
                 std::vector<int64_t>(g.num_heads, -1)};
   const auto segments = kv.segments();
   attend(g, {runs_of(*segments)}, context.query_bytes(), kF32, {0.25f, 0}, exact,
-         {result.out.data(), result.lse.data(), result.rows.data()});
+         {result.out.data(), result.lse.data(), result.rows.data(), nullptr});
   return result;
 }
 
@@ -148,15 +150,171 @@ void test_segment_borders() {
   }
 }
 
-void test_many_small_appends() {
+// Rows of one sequence that a query of a layer draws.
+std::vector<Sample> drawn_from(const LayerKV& kv, const Context& context) {
+  const auto segments = kv.segments();
+  return sample(kv.geometry(), runs_of(*segments), context.query_bytes(), kF32, 0.25f);
+}
+
+void check_sample(const Sample& sample, size_t tokens) {
+  for (size_t i = 0; i < sample.rows.size(); ++i) {
+    CHECK(sample.rows[i] >= 0 && static_cast<size_t>(sample.rows[i]) < tokens);
+    CHECK(i == 0 || sample.rows[i - 1] < sample.rows[i]);
+    CHECK(sample.log_probability[i] <= 0 && sample.log_probability[i] > -12);
+  }
+}
+
+// Codes of all widths, at lengths around blocks, tiles of blocks and what one task codes; all tiles of heads.
+void test_scan() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (uint32_t bits : {1u, 2u, 4u}) {
+      for (uint32_t head_dim : {8u, 16u, 24u, 64u, 80u, 128u, 256u}) {
+        const auto scan = make_scan(bits, 0.1f, 2, head_dim);
+        uint32_t group = 1;
+        for (size_t tokens : {1, 15, 16, 17, 33, 63, 65, 129, 193, 500}) {
+          const RowType type = static_cast<RowType>(tokens % 3);
+          const double tolerance = isa == "avx512_bf16" && type == kBF16 ? 1e-2 : 5e-5;
+          const Context context(Geometry{2 * group, 2, head_dim, type, nullptr, scan, 0}, tokens);
+          LayerKV kv(context.geometry);
+          context.append_to(kv, 0, tokens);
+          const Result result = run(kv, context, false);
+          const std::vector<Sample> samples = drawn_from(kv, context);
+          for (size_t head = 0; head < 2 * group; ++head) {
+            check_sample(samples[head], tokens);
+            check_against_loops(context, result, head, samples[head], tolerance);
+          }
+          group = group % 9 + 1;
+        }
+      }
+    }
+  }
+}
+
+// A budget of everything reads everything, as one that is smaller does not.
+void test_scan_budget() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (float budget : {1.0f, 0.05f}) {
+      const size_t tokens = 3000;
+      const Context context(Geometry{4, 1, 32, kF32, nullptr, make_scan(2, budget, 0, 32), 0}, tokens);
+      LayerKV kv(context.geometry);
+      context.append_to(kv, 0, tokens);
+      const Result result = run(kv, context, false);
+      for (size_t head = 0; head < 4; ++head) {
+        if (budget == 1) check_against_loops(context, result, head, everything(tokens), 1e-4);
+        CHECK(std::abs(static_cast<float>(result.rows[head]) / tokens - budget) < 0.3f * budget);
+      }
+    }
+  }
+}
+
+// Around the ends of tasks and of segments; whatever the number of threads, the same rows.
+void test_scan_borders() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (size_t tokens : {size_t{16383}, size_t{16385}, size_t{Segment::kMaxTokens + 17}}) {
+      const RowType type = tokens < 20000 ? kF16 : kBF16;
+      const Context context(Geometry{3, 1, 8, type, nullptr, make_scan(2, 0.02f, 0, 8), 0}, tokens);
+      LayerKV kv(context.geometry);
+      context.append_to(kv, 0, tokens);
+      const std::vector<Sample> samples = drawn_from(kv, context);
+      for (size_t threads : {1, 5, 2}) {
+        set_num_threads(threads);
+        const Result result = run(kv, context, false);
+        for (size_t head = 0; head < 3; ++head) {
+          check_sample(samples[head], tokens);
+          CHECK(samples[head].rows.back() > static_cast<int32_t>(tokens) - 1000);
+          check_against_loops(context, result, head, samples[head], 1e-2);
+        }
+      }
+    }
+  }
+}
+
+// Keys that are all equal, and vectors as long and as short as they may be.
+void test_scan_extremes() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (float factor : {0.0f, 1e-30f, 1e-12f, 1e9f, 1e17f}) {
+      for (uint32_t bits : {1u, 2u, 4u}) {
+        for (float budget : {0.1f, 1.0f}) {
+          Context context(Geometry{2, 1, 8, kF32, nullptr, make_scan(bits, budget, 1, 8), 0}, 100);
+          for (std::vector<float>* part : {&context.keys, &context.values, &context.queries})
+            for (float& x : *part) x *= factor;
+          LayerKV kv(context.geometry);
+          context.append_to(kv, 0, 100);
+          const Result result = run(kv, context, false);
+          for (float x : result.out) CHECK(std::isfinite(x));
+          for (float x : result.lse) CHECK(!std::isnan(x));
+          for (const Sample& one : drawn_from(kv, context)) check_sample(one, 100);
+        }
+      }
+    }
+  }
+}
+
+// Every kernel gives the codes and weights of the plain one, but for the last bits of floats.
+void test_scan_kernels_agree() {
+  for (uint32_t bits : {1u, 2u, 4u}) {
+    for (uint32_t head_dim : {8u, 24u, 80u, 256u}) {
+      const size_t tokens = 150;
+      const Context context(Geometry{9, 1, head_dim, kF32, nullptr, make_scan(bits, 0.2f, 0, head_dim), 0}, tokens);
+      std::vector<float> expected;
+      for (const std::string& isa : supported_isas()) {
+        set_isa(isa);
+        LayerKV kv(context.geometry);
+        context.append_to(kv, 0, tokens);
+        const auto* codes = dynamic_cast<const Codes*>(kv.segments()->at(0)->index());
+        CHECK(codes != nullptr && codes->num_blocks() == 10);
+        const PreparedQueries queries(kernels(), context.geometry, context.query_bytes(), kF32, 9, true, 0.25f);
+        std::vector<size_t> blocks(10);
+        for (size_t i = 0; i < 10; ++i) blocks[i] = i;
+        std::vector<float> logs(10 * 9 * kCodeBlock, NAN);
+        CHECK(codes->logs({queries, 0, 9, 0, nullptr, 0, 0}, blocks.data(), 10, logs.data()) == 10);
+        if (expected.empty()) expected = logs;
+        size_t different = 0;
+        for (size_t i = 0; i < logs.size(); ++i) different += !(std::abs(logs[i] - expected[i]) < 1e-3f);
+        CHECK(different <= logs.size() / 50);  // elements at the border of two levels
+      }
+    }
+  }
+}
+
+// The threshold of some weights, against what defines it.
+void test_log_threshold() {
+  std::mt19937 engine(3);
+  std::normal_distribution<float> normal;
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (size_t count : {16, 160, 4096}) {
+      for (float spread : {0.0f, 1.0f, 5.0f, 30.0f}) {
+        for (float share : {0.001f, 0.01f, 0.3f, 0.9f}) {
+          std::vector<float> logs(count), scratch(count);
+          for (float& x : logs) x = 50 + spread * normal(engine);
+          const float rows = share * static_cast<float>(count);
+          const float threshold = kernels().log_threshold(logs.data(), count, rows, scratch.data());
+          double found = 0;
+          for (float x : logs) found += std::min(1.0, std::exp(double{x} - threshold));
+          CHECK(spread == 30 ? found < 1.02 * rows : std::abs(found - rows) < 0.02 * rows);
+        }
+      }
+    }
+  }
+}
+
+void test_many_small_appends(std::shared_ptr<const Lsh> lsh, std::shared_ptr<const Scan> scan) {
   const size_t tokens = 3000;
-  const Context context(Geometry{2, 1, 16, kBF16, make_lsh(4, 10, 2, 16), nullptr, 64}, tokens);
+  const Context context(Geometry{2, 1, 16, kBF16, std::move(lsh), std::move(scan), 64}, tokens);
   LayerKV whole(context.geometry), pieces(context.geometry);
   context.append_to(whole, 0, tokens);
   for (size_t first = 0; first < tokens; ++first) context.append_to(pieces, first, 1);
   CHECK(num_tokens(*pieces.segments()) == tokens && pieces.segments()->size() < 24);
   const Result a = run(whole, context, true), b = run(pieces, context, true);
   for (size_t i = 0; i < a.out.size(); ++i) CHECK(std::abs(a.out[i] - b.out[i]) < 1e-2);
+  const Result drawn = run(pieces, context, false);
+  const std::vector<Sample> samples = drawn_from(pieces, context);
+  for (size_t head = 0; head < 2; ++head) check_against_loops(context, drawn, head, samples[head], 1e-2);
 }
 
 void test_refusals() {
@@ -170,6 +328,13 @@ void test_refusals() {
   }
   context.queries[0] = NAN;
   CHECK(throws<std::invalid_argument>([&] { run(kv, context, true); }));
+  CHECK(throws<std::invalid_argument>([] { make_scan(3, 0.1f, 0, 16); }));
+  for (float budget : {0.0f, -1.0f, 1.1f, NAN}) {
+    CHECK(throws<std::invalid_argument>([&] { make_scan(2, budget, 0, 16); }));
+  }
+  CHECK(throws<std::invalid_argument>([] { LayerKV(Geometry{1, 1, 8, kF16, nullptr, make_scan(2, 0.1f, 0, 16), 0}); }));
+  CHECK(throws<std::invalid_argument>(
+      [] { LayerKV(Geometry{1, 1, 16, kF16, make_lsh(2, 2, 1, 16), make_scan(2, 0.1f, 0, 16), 0}); }));
   CHECK(throws<std::invalid_argument>([] { set_isa("mmx"); }));
   CHECK(throws<std::invalid_argument>([] { set_num_threads(0); }));
   CHECK(throws<std::runtime_error>([] {
@@ -179,9 +344,9 @@ void test_refusals() {
   }));
 }
 
-void test_concurrency() {
+void test_concurrency(std::shared_ptr<const Lsh> lsh, std::shared_ptr<const Scan> scan) {
   const size_t tokens = 600;
-  const Context context(Geometry{4, 2, 32, kF32, make_lsh(4, 20, 2, 32), nullptr, 100}, tokens);
+  const Context context(Geometry{4, 2, 32, kF32, std::move(lsh), std::move(scan), 100}, tokens);
   LayerKV kv(context.geometry);
   context.append_to(kv, 0, 200);
   std::atomic<bool> stop{false};
@@ -281,9 +446,17 @@ int main() {
   set_num_threads(2);
   test_attention();
   test_segment_borders();
-  test_many_small_appends();
+  test_scan();
+  test_scan_budget();
+  test_scan_borders();
+  test_scan_extremes();
+  test_scan_kernels_agree();
+  test_log_threshold();
+  test_many_small_appends(make_lsh(4, 10, 2, 16), nullptr);
+  test_many_small_appends(nullptr, make_scan(2, 0.1f, 8, 16));
   test_refusals();
-  test_concurrency();
+  test_concurrency(make_lsh(4, 20, 2, 32), nullptr);
+  test_concurrency(nullptr, make_scan(2, 0.1f, 8, 32));
   test_concurrent_appends();
   test_a_long_append_is_not_starved();
   test_parallel_for();

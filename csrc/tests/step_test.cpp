@@ -156,9 +156,71 @@ void test_adopted_segments() {
   CHECK(throws<std::invalid_argument>([&] { Segment(geometry, 300, copy(rows), Buffer(64)); }));
 }
 
+// Saved codes are as good as the fresh ones; any other bytes of their size draw some rows of the segment.
+void test_adopted_codes() {
+  std::mt19937 engine(1);
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (uint32_t bits : {1u, 2u, 4u}) {
+      const Geometry geometry{6, 2, 24, kBF16, nullptr, make_scan(bits, 0.1f, 4, 24), 0};
+      const uint32_t count = 301;
+      const Tokens tokens(geometry, count, 17);
+      LayerKV original(geometry);
+      original.append(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), count);
+      const auto segment = original.segments()->at(0);
+      const Buffer& codes = segment->index()->memory();
+      const auto copy = [](const Buffer& buffer) {
+        Buffer other(buffer.size());
+        std::memcpy(other.data(), buffer.data(), buffer.size());
+        return other;
+      };
+      const std::vector<float> queries = gaussian(6 * 24, 23);
+      const char* bytes = reinterpret_cast<const char*>(queries.data());
+      const auto adopt_and_draw = [&](Buffer index) {
+        LayerKV kv(geometry);
+        kv.adopt(std::make_shared<Segment>(geometry, count, copy(segment->row_memory()), std::move(index)));
+        std::vector<float> out(6 * 24), lse(6);
+        std::vector<int64_t> rows(6);
+        attend(geometry, {runs_of(*kv.segments())}, bytes, kF32, {0.25f, 0}, false,
+               {out.data(), lse.data(), rows.data(), nullptr});
+        const auto samples = sample(geometry, runs_of(*kv.segments()), bytes, kF32, 0.25f);
+        for (size_t head = 0; head < 6; ++head) {
+          CHECK(rows[head] == static_cast<int64_t>(samples[head].rows.size()));
+          for (int32_t row : samples[head].rows) CHECK(row >= 0 && row < static_cast<int32_t>(count));
+          for (float p : samples[head].log_probability) CHECK(p <= 0 && p > -12);
+        }
+        return samples;
+      };
+      const auto a = sample(geometry, runs_of(*original.segments()), bytes, kF32, 0.25f);
+      const auto b = adopt_and_draw(copy(codes));
+      for (size_t head = 0; head < 6; ++head) CHECK(a[head].rows == b[head].rows && !a[head].rows.empty());
+      for (int fill : {0x00, 0x7f, 0x80, 0xff}) {
+        Buffer changed = copy(codes);
+        std::memset(changed.data(), fill, changed.size());
+        adopt_and_draw(std::move(changed));
+      }
+      for (int round = 0; round < 40; ++round) {
+        Buffer changed = copy(codes);
+        for (size_t at = 0; at < changed.size(); at += 4) {  // floats that are NaN, infinite, huge: single ones or all
+          if (round >= 20 && engine() % 97) continue;
+          const uint32_t special[] = {0x7fc00000u, 0x7f800000u, 0xff800000u, 0x7f7fffffu, 0x00000001u};
+          const uint32_t word = round % 2 ? special[engine() % 5] : static_cast<uint32_t>(engine());
+          std::memcpy(changed.data() + at, &word, 4);
+        }
+        adopt_and_draw(std::move(changed));
+      }
+      const auto refused = [&](uint32_t tokens_of, size_t size) {
+        return throws<std::invalid_argument>(
+            [&] { Segment(geometry, tokens_of, copy(segment->row_memory()), Buffer(size)); });
+      };
+      CHECK(refused(count, codes.size() - 64) && refused(count, codes.size() + 64) && refused(count - 1, codes.size()));
+    }
+  }
+}
+
 // Sequences of their own step on several threads while segments are built from their windows.
-void test_concurrency() {
-  const Geometry geometry{4, 2, 32, kBF16, make_lsh(4, 20, 2, 32), nullptr, 32};
+void test_concurrency(std::shared_ptr<const Lsh> lsh, std::shared_ptr<const Scan> scan) {
+  const Geometry geometry{4, 2, 32, kBF16, std::move(lsh), std::move(scan), 32};
   const Tokens tokens(geometry, 400, 29);
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {
@@ -189,6 +251,8 @@ int main() {
   test_steps();
   test_bad_numbers_and_refusals();
   test_adopted_segments();
-  test_concurrency();
+  test_adopted_codes();
+  test_concurrency(make_lsh(4, 20, 2, 32), nullptr);
+  test_concurrency(nullptr, make_scan(2, 0.2f, 4, 32));
   std::printf("%d checks passed\n", checks.load());
 }

@@ -243,8 +243,12 @@ def linear_power(x: Tensor) -> Tensor:
 
 
 def inclusion_probability(logs: Tensor, threshold: float) -> Tensor:
-    """Of keys [n]: each is drawn by itself with this probability, about exp(logs) / threshold."""
-    ratio = linear_power((logs.double() - threshold).clamp(max=0) / math.log(2))
+    """Of keys [n]: each is drawn by itself with this probability, about exp(logs) / threshold.
+
+    Interpolated powers are larger than true ones, by 0.5 / log(2)**2 on average: that is taken off.
+    """
+    excess = math.log(0.5 / math.log(2) ** 2)
+    ratio = linear_power((logs.double() - threshold - excess).clamp(max=0) / math.log(2))
     return ratio.clamp(min=LEAST_PROBABILITY)
 
 

@@ -1,18 +1,25 @@
-"""What the numbers say, in sentences: where a model agrees with the paper, where sampling helps.
+"""What the numbers say, in sentences: where a model agrees with the paper.
 
-The paper's figures and the borders between the verdicts stand at the top. All else is computed.
+`comparisons` says where sampling helps. The paper's figures and the borders between the verdicts
+stand at the top. All else is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from magicpig.analysis import comparisons
 from magicpig.analysis.inclusion import MIN_DRAWN
-from magicpig.analysis.summary import Results, error_at
-from magicpig.analysis.words import layers_in_words, median, percent
-
-AGREES, IN_PART, DIFFERS = "agrees", "agrees in part", "does not agree"
-HELPS, HELPS_IN_PART, DOES_NOT_HELP = "helps", "helps in part", "does not help"
+from magicpig.analysis.summary import Results, error_at, rows_of
+from magicpig.analysis.words import (
+    AGREES,
+    DIFFERS,
+    IN_PART,
+    Finding,
+    layers_in_words,
+    median,
+    percent,
+)
 
 # The paper's figures (MagicPIG, arXiv 2410.16179).
 SINK_SIMILARITY = 0.99  # of states and keys of first tokens, between inputs: above
@@ -56,16 +63,9 @@ def findings(results: Results) -> list[dict[str, str]]:
         _centring,
         _keys_read,
         _inclusion,
-        _against_quest,
-        _against_top_k,
-        _flat_heads,
-        _priority,
     )
-    found = (maker(results) for maker in makers)
+    found = [*(maker(results) for maker in makers), *comparisons.comparisons(results)]
     return [dict(zip(("name", "verdict", "sentence"), each, strict=True)) for each in found if each]
-
-
-Finding = tuple[str, str, str]
 
 
 def _by_layers(
@@ -179,10 +179,10 @@ def _top_k_error(results: Results) -> Finding | None:
 
 
 def _oracle(results: Results) -> Finding | None:
-    rows = [row for row in results["errors"] if row["method"] == "oracle"]
+    rows, top_k = (rows_of(results["errors"], name) for name in ("oracle", "topk"))
     gains = []
     for row in rows:
-        at_share = error_at(results["errors"], "topk", row["share"])
+        at_share = error_at(top_k, row["share"])
         if at_share is not None and row["mean"] > 0:
             gains.append((at_share / row["mean"], row))
     if not gains:
@@ -208,7 +208,7 @@ def _oracle(results: Results) -> Finding | None:
 
 def _centring(results: Results) -> Finding | None:
     named = _named(results)
-    first = _first_lsh(results)
+    first = next(iter(rows_of(results["errors"], "lsh")), None)
     raw = named.get(first["name"].replace("lsh:", "lsh-raw:")) if first else None
     if not first or not raw:
         return None
@@ -274,105 +274,8 @@ def _inclusion(results: Results) -> Finding | None:
     )
 
 
-def _against_quest(results: Results) -> Finding | None:
-    return _against(
-        results,
-        "quest",
-        "hash tables against Quest",
-        "Quest with as many rows",
-        "and Quest reads two vectors of every page besides",
-    )
-
-
-def _against_top_k(results: Results) -> Finding | None:
-    return _against(
-        results,
-        "topk",
-        "hash tables against exact top-k",
-        "exact top-k with as many rows",
-        "but exact top-k has to score all keys to find them",
-    )
-
-
-def _against(results: Results, method: str, name: str, whom: str, remark: str) -> Finding | None:
-    parts, wins = [], 0
-    for row in results["errors"]:
-        other = error_at(results["errors"], method, row["share"])
-        if row["method"] == "lsh" and other is not None:
-            parts.append(
-                f"{row['name']} at {percent(row['share'])} of keys {row['mean']:.3f} against "
-                f"{other:.3f}"
-            )
-            wins += row["mean"] < other
-    if not parts:
-        return None
-    verdict = HELPS if wins == len(parts) else DOES_NOT_HELP if not wins else HELPS_IN_PART
-    return name, verdict, f"Mean error against {whom}: {'; '.join(parts)}; {remark}."
-
-
-def _flat_heads(results: Results) -> Finding | None:
-    """Top-k at the budget that is nearest to what hash tables read, in flat and in peaked heads."""
-    lsh = _first_lsh(results)
-    budgets = [row for row in results["errors"] if row["method"] == "topk"]
-    heads = sorted(results["heads"], key=lambda row: row["tail"])
-    third = len(heads) // 3
-    if not lsh or not budgets or not third:
-        return None
-    top_k = min(budgets, key=lambda row: abs(row["share"] - lsh["share"]))
-    peaked, flat = heads[:third], heads[-third:]
-
-    def mean(rows: list[Results], name: str) -> float:
-        return float(sum(row["errors"][name] for row in rows) / len(rows))
-
-    wins = [row for row in heads if row["errors"][lsh["name"]] < row["errors"][top_k["name"]]]
-    flat_wins = sum(row in wins for row in flat)
-    verdict = (
-        HELPS
-        if mean(flat, lsh["name"]) < mean(flat, top_k["name"])
-        else HELPS_IN_PART
-        if flat_wins
-        else DOES_NOT_HELP
-    )
-    return (
-        "where sampling helps",
-        verdict,
-        f"All layers, heads by the mass of their tail (far keys outside the top 2 %): in the "
-        f"flattest third {lsh['name']} errs by {mean(flat, lsh['name']):.3f} and {top_k['name']} "
-        f"by {mean(flat, top_k['name']):.3f}, in the most peaked third by "
-        f"{mean(peaked, lsh['name']):.3f} and {mean(peaked, top_k['name']):.3f}. Hash tables err "
-        f"less in {len(wins)} of {len(heads)} heads, {flat_wins} of them in the flattest third.",
-    )
-
-
-def _priority(results: Results) -> Finding | None:
-    pairs = []
-    for row in results["errors"]:
-        if row["method"] == "priority" and row["budget"] is not None:
-            other = _named(results).get(row["name"].replace("priority", "topk"))
-            if other and other["mean"] > 0 and row["mean"] > 0 and row["budget"] < 0.1:
-                pairs.append((row, other))
-    if not pairs:
-        return None
-    wins = sum(row["mean"] < other["mean"] for row, other in pairs)
-    listed = ", ".join(
-        f"{row['mean']:.3f} against {other['mean']:.3f} at {percent(row['budget'])}"
-        for row, other in pairs
-    )
-    return (
-        "sampling with known scores",
-        HELPS if wins == len(pairs) else HELPS_IN_PART if wins else DOES_NOT_HELP,
-        f"Priority sampling with exact scores against exact top-k, mean error with the same number "
-        f"of rows: {listed}. It is what sampling can reach with a better proposal than hash "
-        "tables.",
-    )
-
-
 def _named(results: Results) -> dict[str, Results]:
     return {row["name"]: row for row in results["errors"]}
-
-
-def _first_lsh(results: Results) -> Results | None:
-    return next((row for row in results["errors"] if row["method"] == "lsh"), None)
 
 
 def _heads(results: Results, sampled: bool) -> list[Results]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from magicpig.analysis.capture import LayerInput
 from magicpig.analysis.estimators import Scene, State, budget_rows, far_end
 from magicpig.analysis.inclusion import Inclusion
 from magicpig.analysis.settings import Settings, percent
-from magicpig.config import LSHConfig
+from magicpig.config import IndexConfig, LSHConfig
 from magicpig.kv.layer import LayerKV, attend
 from magicpig.native import num_threads
 
@@ -45,9 +46,13 @@ class LayerMeasures:
         cosine = estimators.cosines(few.queries, estimators.centred(few.keys))
         for bits_per_table, num_tables in settings.tables:
             lsh = settings.lsh(bits_per_table, num_tables, seed)
-            self._hash(given, scene, lsh, cosine)
+            kv = self._decode(f"lsh:{bits_per_table}:{num_tables}", given, scene, lsh)
+            self._count_drawn(kv, given, lsh, cosine)
             raw = estimators.lsh_weights(few.scores, few.queries, few.keys, lsh)
             self._note(f"lsh-raw:{bits_per_table}:{num_tables}", few, raw)
+        for bits, budget in itertools.product(settings.code_bits, settings.budgets):
+            scan = settings.scan(bits, budget, seed)
+            self._decode(f"scan:{bits}:{percent(budget)}", given, scene, scan)
 
     def _spend_budgets(self, scene: Scene, ranked: Tensor, generator: torch.Generator) -> None:
         scores, page = scene.scores, self.settings.page
@@ -74,21 +79,24 @@ class LayerMeasures:
         self.errors[name] = scene.errors(state)
         self.rows[name] = rows
 
-    def _hash(self, given: LayerInput, scene: Scene, lsh: LSHConfig, cosine: Tensor) -> None:
-        """Hash tables as they decode: through the native core."""
+    def _decode(self, name: str, given: LayerInput, scene: Scene, index: IndexConfig) -> LayerKV:
+        """Rows drawn by an index as they are when decoding: through the native core."""
         settings, heads = self.settings, given.queries.shape[1]
         kv_heads, tokens, dim = given.keys.shape
         far = slice(settings.sinks, far_end(tokens, settings.positions, settings.local))
-        kv = LayerKV(heads, kv_heads, dim, lsh, given.keys.dtype)
+        kv = LayerKV(heads, kv_heads, dim, index, given.keys.dtype)
         kv.append(given.keys[:, far], given.values[:, far])
         forks = [kv.fork() for _ in given.queries]
         out, lse = attend(forks, given.queries, scale=given.scale, softcap=given.softcap)
         state = estimators.by_kv_head(out, kv_heads), estimators.by_kv_head(lse, kv_heads)
         shares = torch.stack([fork.last_stats.share for fork in forks if fork.last_stats])
-        self._put(f"lsh:{lsh.bits_per_table}:{lsh.num_tables}", scene, state, shares)
-        group = heads // kv_heads
+        self._put(name, scene, state, shares)
+        return kv
+
+    def _count_drawn(self, kv: LayerKV, given: LayerInput, lsh: LSHConfig, cosine: Tensor) -> None:
+        group = kv.num_heads // kv.num_kv_heads
         drawn = torch.zeros(cosine.shape, dtype=torch.bool)
-        for position in range(settings.few_positions):
+        for position in range(self.settings.few_positions):
             for head, rows in enumerate(kv.sample(given.queries[position])[0]):
                 drawn[head // group, position * group + head % group, rows.long()] = True
         inclusion = self.inclusion[lsh.bits_per_table, lsh.num_tables] = Inclusion()

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from magicpig import plotting
 from magicpig.analysis import findings
-from magicpig.analysis.summary import Results, worst_heads
+from magicpig.analysis.summary import Results, nearest, rows_of, worst_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {
-    "lsh": "#d55e00",
-    "lsh-raw": "#808890",
-    "topk": "#1878b8",
-    "oracle": "#009e73",
-    "quest": "#cc79a7",
-    "priority": "#8467c8",
+
+@dataclass(frozen=True)
+class Look:
+    label: str
+    colour: str
+    marker: str
+    line: str = "-"
+
+
+LOOKS = {  # by the words that names of methods begin with
+    "scan:1": Look("codes, 1 bit", "#e3bf4f", "P"),
+    "scan:2": Look("codes, 2 bits", "#b78900", "P"),
+    "scan:4": Look("codes, 4 bits", "#6e5200", "P"),
+    "lsh": Look("hash tables", "#d55e00", "D", "none"),
+    "lsh-raw": Look("hash tables, not centred", "#808890", "X", "none"),
+    "topk": Look("exact top-k", "#1878b8", "o"),
+    "oracle": Look("oracle sampling", "#009e73", "s"),
+    "quest": Look("Quest", "#cc79a7", "^"),
+    "priority": Look("priority sampling", "#8467c8", "v"),
 }
-LABELS = {
-    "lsh": "hash tables",
-    "lsh-raw": "hash tables, not centred",
-    "topk": "exact top-k",
-    "oracle": "oracle sampling",
-    "quest": "Quest",
-    "priority": "priority sampling",
-}
-MARKERS = {"lsh": "D", "lsh-raw": "X", "topk": "o", "oracle": "s", "quest": "^", "priority": "v"}
 PAPER = "#e3e6ea"  # where the paper's figures lie
 DPI = 110
 LARGEST_HEATMAP = 32  # heads, up to which each is labelled
+
+
+def words_of(name: str) -> str:
+    """The words among LOOKS that a method's name begins with."""
+    return next(words for words in LOOKS if f"{name}:".startswith(f"{words}:"))
 
 
 def draw(results: Results) -> dict[str, bytes]:
@@ -94,23 +103,21 @@ def errors(results: Results) -> Figure:
     for ax, column, title in zip(
         both, ("mean", "p90"), ("mean over queries and heads", "90th percentile"), strict=True
     ):
-        for method in COLOURS:
-            rows = [row for row in results["errors"] if row["method"] == method and row["mean"] > 0]
+        for words, look in LOOKS.items():
+            rows = [row for row in rows_of(results["errors"], words) if row["mean"] > 0]
             rows.sort(key=lambda row: row["share"])
-            style = {"color": COLOURS[method], "marker": MARKERS[method], "ms": 5}
-            line = "none" if method.startswith("lsh") else "-"
+            style = {"color": look.colour, "marker": look.marker, "ms": 5, "ls": look.line}
             shares, values = [row["share"] for row in rows], [row[column] for row in rows]
-            ax.plot(shares, values, ls=line, label=LABELS[method], **style)
-            if method == "lsh":
-                for i, row in enumerate(rows):
-                    ax.annotate(
-                        row["setting"].replace(":", ", "),
-                        (row["share"], row[column]),
-                        xytext=(-14, -13) if i % 2 else (-14, 7),
-                        textcoords="offset points",
-                        color=COLOURS[method],
-                        fontsize=8,
-                    )
+            ax.plot(shares, values, label=look.label, **style)
+            for i, row in enumerate(rows if words == "lsh" else []):
+                ax.annotate(
+                    row["setting"].replace(":", ", "),
+                    (row["share"], row[column]),
+                    xytext=(-14, -13) if i % 2 else (-14, 7),
+                    textcoords="offset points",
+                    color=look.colour,
+                    fontsize=8,
+                )
         ax.set(xscale="log", yscale="log", xlabel="share of the far keys read", title=title)
         _percent_axis(ax.xaxis, (1, 2, 5))
         _percent_axis(ax.yaxis, (1, 2, 5))
@@ -124,18 +131,18 @@ def heads(results: Results) -> Figure:
     from numpy import median
 
     names = [name for name in _compared(results) if name in results["heads"][0]["errors"]]
-    figure, axes = _axes(len(names), 11, 4.1, sharey=True, squeeze=False)
+    figure, axes = _axes(len(names), 13, 4.1, sharey=True, squeeze=False)
     dense = set(results["about"]["dense_layers"])
     rows = sorted(results["heads"], key=lambda row: row["tail"])
     for ax, name in zip(axes[0], names, strict=True):
-        method = name.partition(":")[0]
+        look = LOOKS[words_of(name)]
         for marked, marker, label in ((False, "o", "sampled layers"), (True, "x", "dense layers")):
             chosen = [row for row in rows if (row["layer"] in dense) == marked]
             ax.plot(
                 [max(row["tail"], 1e-4) for row in chosen],
                 [max(row["errors"][name], 1e-5) for row in chosen],
                 marker,
-                color=COLOURS[method],
+                color=look.colour,
                 ms=4,
                 alpha=0.55,
                 mew=1.2 if marked else 0,
@@ -149,7 +156,7 @@ def heads(results: Results) -> Figure:
         ]
         ax.plot(*zip(*middles, strict=True), color="#1f2328", lw=1.6, label="median")
         mean = sum(row["errors"][name] for row in rows) / len(rows)
-        ax.set(xscale="log", yscale="log", title=f"{LABELS[method]} ({name}), mean {mean:.3f}")
+        ax.set(xscale="log", yscale="log", title=f"{look.label}\n{name}, mean {mean:.3f}")
         ax.set_xlabel("attention in the tail of the far keys")
         _percent_axis(ax.xaxis)
         _percent_axis(ax.yaxis)
@@ -160,15 +167,12 @@ def heads(results: Results) -> Figure:
 
 def _compared(results: Results) -> list[str]:
     """Hash tables, and others at the budget that is nearest to what those read."""
-    first = next((row for row in results["errors"] if row["method"] == "lsh"), None)
-    share = first["share"] if first else 0.02
+    tables = rows_of(results["errors"], "lsh")[:1]
+    share = tables[0]["share"] if tables else 0.02
     names = []
-    for method in ("topk", "lsh", "priority"):
-        rows = [row for row in results["errors"] if row["method"] == method]
-        if method == "lsh":
-            names += [first["name"]] if first else []
-        elif rows:
-            names.append(min(rows, key=lambda row: abs(row["share"] - share))["name"])
+    for words in ("topk", "lsh", "scan:2", "priority"):
+        rows = tables if words == "lsh" else rows_of(results["errors"], words)
+        names += [nearest(rows, share)["name"]] if rows else []
     return names
 
 
@@ -178,19 +182,15 @@ def layers(results: Results) -> Figure:
     numbers = results["about"]["layers"]
     names = [*_compared(results)]
     for method in ("oracle", "quest"):
-        budgets = [row["name"] for row in results["errors"] if row["method"] == method]
+        budgets = [row["name"] for row in rows_of(results["errors"], method)]
         same = names[0].rpartition(":")[2] if names else ""
         names += [name for name in budgets if name.rpartition(":")[2] == same]
     for row in results["errors"]:
         if row["name"] in names:
-            ax.plot(
-                numbers,
-                row["layers"],
-                color=COLOURS[row["method"]],
-                marker=MARKERS[row["method"]],
-                ms=4,
-                label=f"{LABELS[row['method']]} ({row['name']})",
-            )
+            look = LOOKS[words_of(row["name"])]
+            label = f"{look.label} ({row['name']})"
+            style = {"color": look.colour, "marker": look.marker, "ms": 4}
+            ax.plot(numbers, row["layers"], label=label, **style)
     for i, layer in enumerate(results["about"]["dense_layers"]):
         ax.axvspan(
             layer - 0.4, layer + 0.4, color=PAPER, zorder=0, label="dense layers" if not i else None
@@ -221,7 +221,7 @@ def observations(results: Results) -> Figure:
             label="between heads",
         )
 
-    blue, orange = COLOURS["topk"], COLOURS["lsh"]
+    blue, orange = LOOKS["topk"].colour, LOOKS["lsh"].colour
     ax = axes[0]
     ax.axhspan(findings.SINK_SIMILARITY, 1.005, color="#9fd8b4", lw=0, label="the paper")
     plot(ax, "sink_state_similarity", "first token, state", blue, "o-")
@@ -269,7 +269,7 @@ def mass(results: Results) -> Figure:
     labels = [f"layer {row['layer']}, head {row['head']}" for row in worst]
     tops = [row["top"] for row in worst]
     right.axvspan(0.7, findings.COVERED, color="#9fd8b4", lw=0, label="the paper")
-    right.barh(labels, tops, color=COLOURS["topk"], height=0.6)
+    right.barh(labels, tops, color=LOOKS["topk"].colour, height=0.6)
     for i, value in enumerate(tops):
         right.text(value - 0.01, i, f"{value:.0%}", ha="right", va="center", color="white", size=8)
     right.set(xlim=(0, 1), title="lowest heads")
@@ -284,7 +284,7 @@ def inclusion(results: Results) -> Figure:
     figure, (ax, below) = _axes(
         1, 8.5, 6.2, rows=2, sharex=True, gridspec_kw={"height_ratios": (2.2, 1)}
     )
-    colours = [COLOURS[name] for name in ("lsh", "topk", "oracle", "priority", "quest")]
+    colours = [LOOKS[name].colour for name in ("lsh", "topk", "oracle", "priority", "quest")]
     for i, tables in enumerate(results["inclusion"]):
         bins = [row for row in tables["bins"] if row["expected"] >= 1]
         if not bins:

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from magicpig.analysis import findings, plots
-from magicpig.analysis.summary import Results, worst_heads
+from magicpig.analysis import findings, plots, words
+from magicpig.analysis.summary import Results, rows_of, worst_heads
 from magicpig.plotting import data_uri
 
 REPORT, DATA = "report.html", "analysis.json"
@@ -20,7 +20,7 @@ CAPTIONS = {
     "errors.png": "Error of attention's output, |estimate - exact| / |exact| of a head, against "
     "the share of far keys whose rows are read. Lower left is better. Top-k, oracle and priority "
     "sampling know all scores, which no method that decodes does: they show what could be reached. "
-    "Labels: bits per table, tables.",
+    "Hash tables and codes run as they do when decoding. Labels: bits per table, tables.",
     "heads.png": "Every dot is a head. To the right are heads with flat attention: much of it lies "
     "in the tail, the far keys outside the top 2 %. Top-k leaves the tail out, so its error grows "
     "with it; sampling speaks for the tail, at the price of chance.",
@@ -50,12 +50,12 @@ ul { list-style: none; padding: 0 } li { margin: .7em 0; padding-left: 10.5em; p
 .good { background: #1a7f37 } .part { background: #9a6700 } .bad { background: #b3261e }
 """
 CLASSES = {
-    findings.AGREES: "good",
-    findings.HELPS: "good",
-    findings.IN_PART: "part",
-    findings.HELPS_IN_PART: "part",
-    findings.DIFFERS: "bad",
-    findings.DOES_NOT_HELP: "bad",
+    words.AGREES: "good",
+    words.HELPS: "good",
+    words.IN_PART: "part",
+    words.HELPS_IN_PART: "part",
+    words.DIFFERS: "bad",
+    words.DOES_NOT_HELP: "bad",
 }
 OBSERVED = {
     "sink_state_similarity": "first token, state",
@@ -180,7 +180,7 @@ def error_rows(results: Results) -> list[list[str]]:
             *(f"{row[figure]:.3f}" for figure in ("mean", "median", "p90", "p99")),
         ]
         for row in sorted(
-            results["errors"], key=lambda row: list(plots.COLOURS).index(row["method"])
+            results["errors"], key=lambda row: list(plots.LOOKS).index(plots.words_of(row["name"]))
         )
     ]
 
@@ -192,7 +192,7 @@ def error_table(results: Results) -> str:
 
 def _mass_table(results: Results) -> str:
     names = [row["name"] for row in results["errors"] if row["name"] in ("topk:2%", "topk:20%")]
-    names += [row["name"] for row in results["errors"] if row["method"] == "lsh"][:1]
+    names += [row["name"] for row in rows_of(results["errors"], "lsh")][:1]
     header = ["lowest heads", "top 20 % of all", "top 20 % of far", "tail", *names]
     rows = [
         [

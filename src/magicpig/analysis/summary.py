@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,8 @@ from magicpig.analysis.measure import Measures
 Results = dict[str, Any]
 
 NUM_WORST = 8
+BEYOND = 1.05  # times the outermost budgets, up to where a line of errors is drawn out
+LEAST = 1e-12  # stands for 0 in logarithms
 
 
 def errors(measures: Measures, layers: list[int], sampled: list[int]) -> list[Results]:
@@ -81,21 +84,43 @@ def heads(measures: Measures, layers: list[int]) -> list[Results]:
     ]
 
 
+def rows_of(rows: list[Results], words: str) -> list[Results]:
+    """Rows of methods whose names begin with these words: quest, lsh:10:150, scan:2."""
+    return [row for row in rows if f"{row['name']}:".startswith(f"{words}:")]
+
+
+def nearest(rows: list[Results], share: float) -> Results:
+    """The row with about this share of keys read."""
+    return min(rows, key=lambda row: abs(row["share"] - share))
+
+
 def worst_heads(rows: list[Results]) -> list[Results]:
     """Heads whose top keys cover least of their mass."""
     return sorted(rows, key=lambda row: row["top"])[:NUM_WORST]
 
 
-def error_at(rows: list[Results], method: str, share: float) -> float | None:
-    """A method's mean error at a share of keys read, between its budgets in log scale.
+def error_at(rows: list[Results], share: float) -> float | None:
+    """The mean error of one method at a share of keys read, between its budgets in log scale.
 
     None outside of what was measured.
     """
-    points = sorted((row["share"], row["mean"]) for row in rows if row["method"] == method)
-    for (low, low_error), (high, high_error) in pairwise(points):
-        if low <= share <= high and low < high:
-            shares = torch.tensor([low, high, share], dtype=torch.double).log()
-            both = torch.tensor([low_error, high_error], dtype=torch.double).clamp(min=1e-12).log()
-            part = (shares[2] - shares[0]) / (shares[1] - shares[0])
-            return float((both[0] + part * (both[1] - both[0])).exp())
-    return None
+    return _between([(row["share"], row["mean"]) for row in rows], share)
+
+
+def share_at(rows: list[Results], error: float) -> float | None:
+    """The share of keys with which one method has this mean error; None as in error_at."""
+    return _between([(row["mean"], row["share"]) for row in rows], error)
+
+
+def _between(points: list[tuple[float, float]], x: float) -> float | None:
+    """y at x on the line through points (x, y) in log-log scale, or a little beyond its ends."""
+    logs = sorted((math.log(max(a, LEAST)), math.log(max(b, LEAST))) for a, b in points)
+    at = math.log(max(x, LEAST))
+    beyond = math.log(BEYOND)
+    if not logs or not logs[0][0] - beyond <= at <= logs[-1][0] + beyond:
+        return None
+    parts = [(left, right) for left, right in pairwise(logs) if left[0] < right[0]]
+    if not parts:
+        return None
+    (x0, y0), (x1, y1) = next((part for part in parts if at <= part[1][0]), parts[-1])
+    return math.exp(y0 + (at - x0) / (x1 - x0) * (y1 - y0))

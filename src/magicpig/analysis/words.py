@@ -1,6 +1,16 @@
-"""Numbers in sentences."""
+"""Verdicts, and numbers in sentences."""
 
 from __future__ import annotations
+
+AGREES, IN_PART, DIFFERS = "agrees", "agrees in part", "does not agree"
+HELPS, HELPS_IN_PART, DOES_NOT_HELP = "helps", "helps in part", "does not help"
+
+Finding = tuple[str, str, str]  # name, verdict, sentence
+
+
+def helps(wins: int, cases: int) -> str:
+    """The verdict on a method that was better in some of the cases."""
+    return HELPS if wins == cases else HELPS_IN_PART if wins else DOES_NOT_HELP
 
 
 def percent(share: float) -> str:
