@@ -134,19 +134,19 @@ def variants(far: Far) -> Iterator[tuple[str, Rule, Tensor]]:
     yield "priority, exact scores, values", priority, scores + bias
     for bits, logs in far.estimates.items():
         temper = reference.TEMPERS[bits]
-        yield f"priority, {bits} bits", priority, logs
-        yield f"poisson, {bits} bits", poisson, logs
+        yield f"priority, {bits}-bit codes", priority, logs
+        yield f"poisson, {bits}-bit codes", poisson, logs
         if temper < 1:
-            yield f"poisson, {bits} bits, tempered {temper}", poisson, temper * logs
-        yield f"poisson, {bits} bits, tempered {temper}, values", poisson, temper * logs + bias
+            yield f"poisson, {bits}-bit codes, tempered {temper}", poisson, temper * logs
+        yield f"poisson, {bits}-bit codes, tempered {temper}, values", poisson, temper * logs + bias
     two = far.estimates[2]
     for temper in (0.7, 1.0):
-        yield f"poisson, 2 bits, tempered {temper}, values", poisson, temper * two + bias
+        yield f"poisson, 2-bit codes, tempered {temper}, values", poisson, temper * two + bias
     for ordinary in (0.0, 1.0):
         biased = 0.85 * two + 0.5 * (far.distance + ordinary).log()
-        yield f"poisson, 2 bits, tempered 0.85, values + {ordinary:g}", poisson, biased
-    yield "systematic, 2 bits, tempered 0.85, values", systematic, 0.85 * two + bias
-    yield "rows of a group shared, 2 bits, tempered 0.85, values", shared, 0.85 * two + bias
+        yield f"poisson, 2-bit codes, tempered 0.85, values + {ordinary:g}", poisson, biased
+    yield "systematic, 2-bit codes, tempered 0.85, values", systematic, 0.85 * two + bias
+    yield "rows of a group shared, 2-bit codes, tempered 0.85, values", shared, 0.85 * two + bias
 
 
 def inputs(loaded: LoadedModel, task: str | None, tokens: int, count: int) -> list[list[int]]:

@@ -37,6 +37,7 @@ SAMPLES = ROOT / "docs/samples"
 TASKS = [task for task in ruler.TASKS if not task.startswith("qa_")]
 COMPARED = "full,lsh:10:150,topk:2%,oracle:2%,quest:16:4%,h2o:10%,loki:25%:2%,streaming"
 EXACT = "cpu-dense,kv-stream"
+SCAN, SCAN_4K = "scan:2:1%", "scan:2:1%:min_rows=1"
 SOLVED = 0.75
 MASKS = "lsh-mask:10:150,lsh-mask:9:120,lsh-mask:8:75"
 MORE_LSH = "lsh:9:120,lsh:8:75"
@@ -72,10 +73,10 @@ RUNS = {
         "easy,hard",
         ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"),
     ),
-    "ruler-4k": Run("smollm2-ruler-32k", "4k", 10, f"{COMPARED},{MORE_LSH},{EXACT}"),
+    "ruler-4k": Run("smollm2-ruler-32k", "4k", 10, f"{COMPARED},{MORE_LSH},{EXACT},{SCAN_4K}"),
     "ruler-8k": Run("smollm2-ruler-32k", "8k", 25, COMPARED),
-    "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, COMPARED),
-    "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, COMPARED),
+    "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, f"{COMPARED},{SCAN}"),
+    "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, f"{COMPARED},{SCAN}"),
     "masks-4k": Run(
         "smollm2-ruler-32k",
         "4k",

@@ -237,7 +237,7 @@ void draw_for_heads(const ScanArgs& args, const DrawArgs& draw, uint32_t head) {
   for (; i + kBlocks <= args.num_blocks; i += kBlocks) {
     vec logs[kBlocks][H];
     const char* ahead = args.blocks + (i + kTilesAhead * kBlocks) * bytes;  // beyond the end at times: harmless
-    for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
+    for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
     weigh<BITS, H, kBlocks>(args, head, args.blocks + i * bytes, bytes, logs);
     draw_blocks<H, kBlocks>(draw, head, i * kCodeBlock, logs);
   }
