@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -147,11 +146,10 @@ void Codes::draw(const Ask& ask, Drawn* drawn) const {
   ScanArgs args = scan_args(ask, bases.data());
   args.blocks = blocks(ask.kv_head) + ask.first / kCodeBlock * scan_->block_bytes();
   args.num_blocks = num_blocks;
-  for (uint32_t h = 0; h < ask.num_heads; ++h) bases[h] -= queries.log_thresholds[ask.query + h];
-  const uint32_t* key = queries.key(ask.query);
-  uint32_t of_segment;  // segments number their rows alike, and must not draw alike
-  std::memcpy(&of_segment, mean(ask.kv_head), sizeof of_segment);
-  kernels().scan_draw[scan_->level()](args, {{key[0] ^ of_segment, key[1]},
+  uint32_t key[2] = {queries.key(ask.query)[0], queries.key(ask.query)[1]};
+  stir(mean(ask.kv_head), scan_->dim, key);  // segments number their rows alike, and must not draw alike
+  kernels().scan_draw[scan_->level()](args, {&queries.log_thresholds[ask.query],
+                                             {key[0], key[1]},
                                              static_cast<uint16_t>(ask.first),
                                              ask.count,
                                              ask.rows,

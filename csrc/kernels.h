@@ -146,6 +146,7 @@ struct ScanArgs {
 // 1 and at least kLeastProbability. Row i is drawn where the number that (i, key) gives is at most p.
 constexpr float kLeastProbability = 1.0f / 65536;
 struct DrawArgs {
+  const float* log_thresholds;  // [num_heads], of weight 1
   uint32_t key[2];
   uint16_t first_id;  // of the first block's first key
   size_t count;       // keys; the rest of the last block is padding

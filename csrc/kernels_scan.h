@@ -158,7 +158,7 @@ float log_threshold(const float* logs, size_t count, float rows, float* weights)
     }
     const float left = rows - heavy;
     threshold = sum(light) / (left > 1e-3f ? left : 1e-3f);
-    if (!(threshold > 1e-30f)) threshold = 1e-30f;
+    if (!(threshold > 1e-37f)) threshold = 1e-37f;
     vec above = zero();
     for (size_t i = 0; i < count; i += kChunk)
       above = add(above, select_less(set1(threshold), load(weights + i), set1(1.0f), zero()));
@@ -171,7 +171,7 @@ float log_threshold(const float* logs, size_t count, float rows, float* weights)
   return peak + out[0];
 }
 
-// Uniform numbers in [0, 1), one per lane, from sixteen row ids and a key.
+// Uniform numbers in (0, 1), one per lane, from sixteen row ids and a key.
 inline vec uniform(uint32_t first, const uint32_t (&key)[2]) {
   ivec x = ixor(iadd(iota(), iset1(first)), iset1(key[0]));
   x = imul(x, iset1(0x9e3779b1u));
@@ -179,7 +179,8 @@ inline vec uniform(uint32_t first, const uint32_t (&key)[2]) {
   x = imul(x, iset1(0x85ebca6bu));
   x = ixor(x, shift_right<13>(x));
   x = imul(x, iset1(0xc2b2ae35u));
-  return sub(float_of_bits(ior(shift_right<9>(x), iset1(0x3f800000))), set1(1.0f));
+  const float less = 1 - 1.0f / (1 << 24);  // numbers in the middle of their intervals
+  return sub(float_of_bits(ior(shift_right<9>(x), iset1(0x3f800000))), set1(less));
 }
 
 // Probabilities are weights as the bits of a float tell them: 2^n, linear between whole n, without a power or a log.
@@ -223,8 +224,9 @@ inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, const
     uint32_t there = 0xffff;
     if (__builtin_expect(key + kCodeBlock > draw.count, 0)) there = (1u << (draw.count - key)) - 1;
     for (int h = 0; h < H; ++h) {
-      const uint32_t chosen = sign_bits(sub(logs[b][h], least)) & there;
-      if (__builtin_expect(chosen != 0, 0)) keep_drawn(draw, head + h, id, chosen, logs[b][h]);
+      const vec weight = sub(logs[b][h], set1(draw.log_thresholds[head + h]));
+      const uint32_t chosen = sign_bits(sub(weight, least)) & there;
+      if (__builtin_expect(chosen != 0, 0)) keep_drawn(draw, head + h, id, chosen, weight);
     }
   }
 }

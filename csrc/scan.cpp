@@ -11,18 +11,12 @@ namespace magicpig {
 
 namespace {
 
-constexpr float kAlways = -1e30f;  // a threshold below all weights
+constexpr float kAlways = -kLargest;  // a threshold below all weights
 
 uint32_t largest_power_of_two(uint32_t n) {
   uint32_t power = 1;
   while (2 * power <= n) power *= 2;
   return power;
-}
-
-// A 32-bit word stirred into another.
-uint32_t stir(uint32_t state, uint32_t word) {
-  state = (state ^ word) * 0x9e3779b1u;
-  return state ^ state >> 15;
 }
 
 }  // namespace
@@ -45,6 +39,16 @@ Scan::Scan(uint32_t bits, float budget, uint32_t min_rows, uint32_t seed, uint32
   for (uint32_t round = 0; round < num_rounds; ++round) {
     float* part = signs.data() + round * dim + (round % 2 ? dim - span : 0);
     for (uint32_t d = 0; d < span; ++d) part[d] /= std::sqrt(static_cast<float>(span));
+  }
+}
+
+void stir(const float* x, uint32_t count, uint32_t (&state)[2]) {
+  for (uint32_t i = 0; i < count; ++i) {
+    uint32_t word;
+    std::memcpy(&word, x + i, sizeof word);
+    uint32_t& each = state[i % 2];
+    each = (each ^ word) * 0x9e3779b1u;
+    each ^= each >> 15;
   }
 }
 
@@ -86,17 +90,11 @@ ScanQueries::ScanQueries(const Scan& scan, const float* values, size_t count, ui
 
 // The queries of one KV head.
 void ScanQueries::prepare(const Scan& scan, const float* values, size_t kv_head) {
-  uint32_t* key = keys_.data() + kv_head * 2;
-  key[0] = stir(scan.seed, 1);
-  key[1] = stir(scan.seed, 2);
+  uint32_t key[2] = {scan.seed, ~scan.seed};
   std::vector<float> x(scan.dim);
   for (size_t i = kv_head * group_; i < (kv_head + 1) * group_; ++i) {
     std::copy_n(values + i * scan.dim, scan.dim, x.data());
-    for (uint32_t d = 0; d < scan.head_dim; ++d) {
-      uint32_t word;
-      std::memcpy(&word, &x[d], sizeof word);
-      key[d % 2] = stir(key[d % 2], word);
-    }
+    stir(x.data(), scan.head_dim, key);
     scan.rotate(x.data());
     float largest = 0;
     for (float each : x) largest = std::max(largest, std::fabs(each));
@@ -111,6 +109,7 @@ void ScanQueries::prepare(const Scan& scan, const float* values, size_t kv_head)
     slopes_[i] = 2 * unit;
     offsets_[i] = -unit * top * static_cast<float>(sum);
   }
+  std::copy_n(key, 2, keys_.data() + kv_head * 2);
 }
 
 }  // namespace magicpig

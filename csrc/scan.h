@@ -30,6 +30,9 @@ struct Scan {
   void rotate(float* x) const;
 };
 
+// Makes two words depend on floats, as random numbers do on what they are for.
+void stir(const float* x, uint32_t count, uint32_t (&state)[2]);
+
 // Queries as a pass over codes wants them.
 class ScanQueries {
  public:

@@ -32,7 +32,7 @@ struct Blocks {
 void find(const Kernels& kernels, const Geometry& geometry, const Blocks& blocks, size_t query, uint32_t kv_head,
           PreparedQueries& queries) {
   const double tokens = static_cast<double>(blocks.tokens);
-  const double rows = std::max(double{geometry.scan->budget} * tokens, double{geometry.scan->min_rows});
+  const double rows = std::max(double{geometry.scan->budget} * tokens, static_cast<double>(geometry.scan->min_rows));
   if (rows >= tokens) return;  // every row, as thresholds are at first
   const uint32_t group = geometry.group();
   const size_t count = std::min(kBlocks, blocks.total), keys = count * kCodeBlock;

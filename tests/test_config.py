@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from magicpig import LSHConfig
+from magicpig import LSHConfig, ScanConfig
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,38 @@ def test_a_bad_value_is_named(field, value):
         LSHConfig(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bits_per_dim", 0),
+        ("bits_per_dim", 3),
+        ("bits_per_dim", 8),
+        ("bits_per_dim", True),
+        ("bits_per_dim", 2.0),
+        ("bits_per_dim", "2"),
+        ("bits_per_dim", None),
+        ("budget", 0),
+        ("budget", -0.01),
+        ("budget", 1.5),
+        ("budget", float("nan")),
+        ("budget", True),
+        ("budget", "1%"),
+        ("budget", None),
+        ("min_rows", -1),
+        ("min_rows", 2**31),
+        ("min_rows", 1.5),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("seed", True),
+        ("exact_below", -1),
+        ("exact_below", None),
+    ],
+)
+def test_a_bad_value_of_scan_is_named(field, value):
+    with pytest.raises(ValueError, match=rf"{field}.*{value}"):
+        ScanConfig(**{field: value})
+
+
 @pytest.mark.parametrize("value", ["10", 10.0, True, None])
 def test_a_wrong_type_is_named(value):
     with pytest.raises(ValueError, match=rf"bits_per_table.*{value}"):
@@ -34,15 +66,21 @@ def test_a_wrong_type_is_named(value):
 def test_unknown_fields_are_refused():
     with pytest.raises(ValueError, match=r"bits=10.*bits_per_table"):
         LSHConfig(bits=10)
+    with pytest.raises(ValueError, match=r"bits=2.*bits_per_dim"):
+        ScanConfig(bits=2)
 
 
 def test_it_can_be_copied_and_pickled():
-    config = LSHConfig(num_tables=20)
-    assert dataclasses.replace(config, seed=3) == LSHConfig(num_tables=20, seed=3)
-    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    for config, other in (
+        (LSHConfig(num_tables=20), LSHConfig(num_tables=20, seed=3)),
+        (ScanConfig(budget=0.02), ScanConfig(budget=0.02, seed=3)),
+    ):
+        assert dataclasses.replace(config, seed=3) == other
+        assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
 
 def test_it_is_frozen_and_hashable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        LSHConfig().seed = 1
-    assert len({LSHConfig(), LSHConfig(), LSHConfig(seed=1)}) == 2
+    for kind in (LSHConfig, ScanConfig):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            kind().seed = 1
+        assert len({kind(), kind(), kind(seed=1)}) == 2

@@ -1,5 +1,6 @@
-"""The ten methods: each is held to its paper's rule, written out for one query head at a time, and
-to what they all promise: exact at 100 %, costs as defined, sequences that do not touch each other.
+"""The eleven methods: each is held to its paper's rule, written out for one query head at a time,
+and to what they all promise: exact at 100 %, costs as defined, sequences that do not touch each
+other.
 """
 
 import math
@@ -207,6 +208,29 @@ def test_lsh_follows_its_rule(prompt):
         queries, out = step_all(sequences)
         for i, sequence in enumerate(sequences):
             truth = sequence.attend(queries[i], lsh(LSH))
+            torch.testing.assert_close(out[i].double(), truth, atol=1e-4, rtol=0)
+    cost = sequences[0].layer.cost
+    assert (cost.rows < cost.tokens) == (prompt > 29)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("prompt", [29, 30, 90])
+def test_scan_attends_to_what_it_draws(prompt, softcap):
+    """Its rule is a sum over rows that were drawn: by themselves, so they are asked for."""
+    sequences = [Sequence("scan:2:20%:min_rows=4:exact_below=24", prompt, WINDOW) for _ in range(3)]
+    for sequence in sequences:
+        sequence.read_prompt()
+    for _ in range(5):
+        queries, out = step_all(sequences, softcap)
+        for i, sequence in enumerate(sequences):
+            rows, logs = sequence.layer.far.sample(queries[i], SCALE)
+            heads = iter(zip(rows, logs, strict=True))
+
+            def rule(query, keys, heads=heads):
+                ids, probabilities = next(heads)
+                return dict(zip(ids.tolist(), (-probabilities).exp().tolist(), strict=True))
+
+            truth = sequence.attend(queries[i], rule, softcap)
             torch.testing.assert_close(out[i].double(), truth, atol=1e-4, rtol=0)
     cost = sequences[0].layer.cost
     assert (cost.rows < cost.tokens) == (prompt > 29)
@@ -539,6 +563,7 @@ ALL = 3 * HEADS * 40  # three steps
         ("loki:25%:10%", 72, 72 * ROW, 3 * KV_HEADS * 40 * 16, 3 * HEADS * 4 * (40 + DIM)),
         # Too short for an index: all rows, once for a group.
         ("lsh:10:150", ALL, 3 * KV_HEADS * 40 * ROW, 0, 0),
+        ("scan", ALL, 3 * KV_HEADS * 40 * ROW, 0, 0),
     ],
 )
 def test_costs_are_what_one_computes_by_hand(spec, rows, row_bytes, search_bytes, search_ops):
@@ -566,6 +591,21 @@ def test_the_cost_of_lsh():
     hashed = 3 * HEADS * 36 * DIM
     borders = 3 * HEADS * 12 * 2 * 4
     expected = Cost(3, rows, ALL, rows * (ROW + 4), 2 * visited + borders, hashed)
+    assert sequence.layer.cost == expected
+
+
+@pytest.mark.parametrize(("bits", "code"), [(1, 10), (2, 12), (4, 16)])
+def test_the_cost_of_scan(bits, code):
+    """Rows, once for each query head; codes with factor and bias, once for a group; rotations."""
+    sequence = Sequence(f"scan:{bits}:10%:min_rows=4:exact_below=0", 46)
+    sequence.read_prompt()
+    rows = 0
+    for _ in range(3):
+        queries, _ = step_all([sequence])
+        drawn, _ = sequence.layer.far.sample(queries[0], SCALE)
+        rows += sum(map(len, drawn))
+    searched = 3 * KV_HEADS * 40 * code
+    expected = Cost(3, rows, ALL, rows * ROW, searched, 3 * HEADS * (40 + DIM) * DIM)
     assert sequence.layer.cost == expected
 
 

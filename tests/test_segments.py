@@ -8,21 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicpig import LayerKV, LSHConfig
+from magicpig import LayerKV, LSHConfig, ScanConfig
 
 FULL = 65_536
+INDEXES = [LSHConfig(4, 20), ScanConfig(budget=0.1)]
 
 
 def random_kv(tokens, heads=1, dim=8, dtype=torch.bfloat16):
     return torch.randn(heads, tokens, dim).to(dtype), torch.randn(heads, tokens, dim).to(dtype)
 
 
+@pytest.mark.parametrize(
+    "index", [LSHConfig(3, 10, exact_below=0), ScanConfig(min_rows=8, exact_below=0)]
+)
 @given(cuts=st.lists(st.integers(0, 300), max_size=6))
-def test_appends_in_any_split_give_the_same_exact_attention(cuts):
+def test_appends_in_any_split_give_the_same_exact_attention(index, cuts):
     torch.manual_seed(1)
     keys, values = random_kv(300, heads=2, dim=16, dtype=torch.float32)
-    lsh = LSHConfig(3, 10, exact_below=0)
-    whole, pieces = (LayerKV(4, 2, 16, lsh, torch.float32) for _ in range(2))
+    whole, pieces = (LayerKV(4, 2, 16, index, torch.float32) for _ in range(2))
     whole.append(keys, values)
     borders = [0, *sorted(cuts), 300]
     for first, last in itertools.pairwise(borders):
@@ -36,8 +39,9 @@ def test_appends_in_any_split_give_the_same_exact_attention(cuts):
 
 
 @pytest.mark.parametrize("tokens", [FULL - 1, FULL, FULL + 1, 2 * FULL + 3])
-def test_long_input_is_cut_at_the_largest_segment(tokens):
-    kv = LayerKV(1, 1, 8, LSHConfig(4, 3, exact_below=0))
+@pytest.mark.parametrize("index", [LSHConfig(4, 3, exact_below=0), ScanConfig(exact_below=0)])
+def test_long_input_is_cut_at_the_largest_segment(tokens, index):
+    kv = LayerKV(1, 1, 8, index)
     kv.append(*random_kv(tokens))
     sizes = kv.segment_sizes
     assert sum(sizes) == tokens
@@ -73,8 +77,9 @@ def append_many(kv, appends):
     return time.process_time() - start, sum(sizes)
 
 
-def test_ten_thousand_small_appends_leave_a_short_list_at_a_cost_that_does_not_grow():
-    after_nothing, after_a_prompt = (LayerKV(2, 1, 32, LSHConfig(8, 20)) for _ in range(2))
+@pytest.mark.parametrize("index", [LSHConfig(8, 20), ScanConfig()])
+def test_ten_thousand_small_appends_leave_a_short_list_at_a_cost_that_does_not_grow(index):
+    after_nothing, after_a_prompt = (LayerKV(2, 1, 32, index) for _ in range(2))
     after_a_prompt.append(*random_kv(240_000, dim=32))
     base, _ = append_many(after_nothing, 10_000)
     seconds, appended = append_many(after_a_prompt, 10_000)
@@ -105,9 +110,10 @@ def test_a_long_append_swallows_the_small_segments_before_it():
     assert kv.segment_sizes == [503]
 
 
-def test_forks_share_memory_and_do_not_see_each_other():
+@pytest.mark.parametrize("index", INDEXES)
+def test_forks_share_memory_and_do_not_see_each_other(index):
     keys, values = random_kv(500, heads=2, dim=16)
-    kv = LayerKV(4, 2, 16, LSHConfig(4, 20))
+    kv = LayerKV(4, 2, 16, index)
     kv.append(keys, values)
     queries = torch.randn(4, 16)
     before = kv.attend(queries)
@@ -116,7 +122,7 @@ def test_forks_share_memory_and_do_not_see_each_other():
     second = fork.fork()
     kv.append(*random_kv(2, heads=2, dim=16))
     assert (kv.num_tokens, fork.num_tokens, second.num_tokens) == (502, 800, 800)
-    again = LayerKV(4, 2, 16, LSHConfig(4, 20))
+    again = LayerKV(4, 2, 16, index)
     again.append(keys, values)
     assert torch.equal(again.attend(queries)[0], before[0])
     fork.append(*random_kv(1, heads=2, dim=16))

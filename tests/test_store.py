@@ -11,7 +11,7 @@ import pytest
 import torch
 from zoo import loaded
 
-from magicpig import LSHConfig, WindowConfig, _native
+from magicpig import LSHConfig, ScanConfig, WindowConfig, _native
 from magicpig.context import Context
 from magicpig.document import Document
 from magicpig.engine.params import SamplingParams
@@ -25,13 +25,14 @@ from magicpig.llm import LLM
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SMALL = WindowConfig(sinks=2, local=6, block=16)
 LSH = LSHConfig(5, 12, exact_below=64)
+SCAN = ScanConfig(budget=0.1, exact_below=64)
 
 
 def make_sequence(tokens=700, dtype=torch.float32, seed=0):
-    """Three layers: sampled, dense, sliding."""
+    """Four layers: sampled by tables and by codes, dense, sliding."""
     torch.manual_seed(seed)
     layers = []
-    for index, span in ((LSH, None), (None, None), (None, 9)):
+    for index, span in ((LSH, None), (SCAN, None), (None, None), (None, 9)):
         layer = NativeLayer(LayerShape(HEADS, KV_HEADS, DIM, dtype), index, SMALL, span)
         for part in (tokens - 50, 50):
             layer.extend(*torch.randn(2, KV_HEADS, part, DIM).to(dtype).unbind())
@@ -151,6 +152,37 @@ def test_tables_that_reach_outside_are_refused():
     assert fresh.num_tokens == tokens
 
 
+def test_codes_may_hold_anything_but_have_their_size():
+    """Bytes made by hand draw some rows of the segment, whatever they are."""
+    layer = make_sequence().layers[1].far
+    rows, codes = (np.array(array) for array in layer._native.segment_memory(0))
+    tokens = layer.segment_sizes[0]
+
+    def adopted(codes):
+        fresh = NativeLayer(LayerShape(HEADS, KV_HEADS, DIM, torch.float32), SCAN, SMALL).far
+        fresh._native.adopt(tokens, _aligned(rows), _aligned(codes))
+        return fresh
+
+    for size in (64, len(codes) - 64, len(codes) + 64):
+        with pytest.raises(ValueError, match="codes have the wrong size"):
+            adopted(np.resize(codes, size))
+    generator = np.random.default_rng(0)
+    for fill in ("as it was", 0, 127, 128, 255, "random"):
+        bad = codes.copy()
+        if fill == "random":
+            bad[:] = generator.integers(0, 256, len(bad))
+        elif fill != "as it was":
+            bad[:] = fill  # 255 and 127: factors, biases and means that are NaN
+        far = adopted(bad)
+        drawn, logs = far.sample(torch.randn(HEADS, DIM))
+        for ids, log in zip(drawn, logs, strict=True):
+            assert all(0 <= i < tokens for i in ids.tolist())
+            assert ids.unique().numel() == ids.numel()
+            assert (log <= 0).all()
+            assert (log > -12).all()
+        far.attend(torch.randn(HEADS, DIM))
+
+
 def _aligned(array):
     room = np.empty(array.size + 64, dtype=np.uint8)
     start = -room.ctypes.data % 64
@@ -235,7 +267,9 @@ def test_questions_about_a_saved_text(tmp_path):
         assert generation.read_tokens == len(rest)
 
 
-@pytest.mark.parametrize(("saved", "asked"), [("lsh", "full"), ("full", "lsh")])
+@pytest.mark.parametrize(
+    ("saved", "asked"), [("lsh", "full"), ("full", "lsh"), ("scan", "lsh"), ("lsh", "scan")]
+)
 def test_a_context_can_be_asked_by_another_method(tmp_path, saved, asked):
     document, params = Document("The lamp burns oil. " * 40), SamplingParams(max_tokens=20)
     for method in (saved, asked):

@@ -3,17 +3,20 @@
 import os
 import threading
 
+import pytest
 import torch
 
 import magicpig
-from magicpig import LayerKV, LSHConfig
+from magicpig import LayerKV, LSHConfig, ScanConfig
 from tests.processes import run_python
 
+INDEXES = [LSHConfig(4, 30, exact_below=0), ScanConfig(budget=0.05, exact_below=0)]
 
-def test_many_threads_attend_while_another_forks_and_appends():
-    lsh = LSHConfig(4, 30, exact_below=0)
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_many_threads_attend_while_another_forks_and_appends(index):
     keys, values = torch.randn(2, 3000, 32), torch.randn(2, 3000, 32)
-    kv = LayerKV(4, 2, 32, lsh, torch.float32)
+    kv = LayerKV(4, 2, 32, index, torch.float32)
     kv.append(keys[:, :1000], values[:, :1000])
     fixed = kv.fork()
     queries = torch.randn(4, 32)
@@ -39,15 +42,16 @@ def test_many_threads_attend_while_another_forks_and_appends():
         thread.join()
     assert not failures
     assert kv.num_tokens == 3000
-    whole = LayerKV(4, 2, 32, lsh, torch.float32)
+    whole = LayerKV(4, 2, 32, index, torch.float32)
     whole.append(keys, values)
     torch.testing.assert_close(
         kv.attend(queries, exact=True)[0], whole.attend(queries, exact=True)[0], rtol=0, atol=1e-5
     )
 
 
-def test_results_do_not_depend_on_the_number_of_threads():
-    kv = LayerKV(4, 2, 32, LSHConfig(4, 30), torch.float32)
+@pytest.mark.parametrize("index", INDEXES)
+def test_results_do_not_depend_on_the_number_of_threads(index):
+    kv = LayerKV(4, 2, 32, index, torch.float32)
     kv.append(torch.randn(2, 20_000, 32), torch.randn(2, 20_000, 32))
     queries = torch.randn(4, 32)
     before = magicpig.num_threads()

@@ -113,7 +113,7 @@ class ScanConfig(Strict):
     exact_below: int = 128
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits_per_dim, bool) or self.bits_per_dim not in (1, 2, 4):
+        if type(self.bits_per_dim) is not int or self.bits_per_dim not in (1, 2, 4):
             raise ValueError(f"bits_per_dim must be 1, 2 or 4, not {self.bits_per_dim!r}")
         if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)):
             raise ValueError(f"budget must be a share, like 0.01, not {self.budget!r}")
