@@ -128,9 +128,9 @@ class Call {
     if (task.drawn) {
       static thread_local std::vector<Drawn> drawn;
       drawn.resize(task.num_heads);
-      task.run->index->draw({queries_, query, task.num_heads, group.kv_head, task.run->rows(group.kv_head), task.first,
-                             task.count},
-                            drawn.data());
+      task.run->index->draw(
+          {queries_, query, task.num_heads, group.kv_head, task.run->rows(group.kv_head), task.first, task.count},
+          drawn.data());
       drawing = watch.seconds();
       for (uint32_t h = 0; h < task.num_heads; ++h) {
         choose(drawn[h], args);
@@ -207,8 +207,9 @@ void sample_run(const Geometry& geometry, const Run& run, uint32_t kv_head, cons
     for (uint32_t h = 0; h < group; h += heads) {
       const size_t query = kv_head * group + h;
       if (run.index)
-        run.index->draw({queries, query, heads, kv_head, run.rows(kv_head), first, std::min(rows, run.num_tokens - first)},
-                        drawn.data());
+        run.index->draw(
+            {queries, query, heads, kv_head, run.rows(kv_head), first, std::min(rows, run.num_tokens - first)},
+            drawn.data());
       for (uint32_t i = 0; i < heads; ++i) {
         Sample& sample = samples[h + i];
         const size_t at = sample.rows.size(), count = run.index ? drawn[i].count : run.num_tokens;

@@ -122,7 +122,8 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
   return {timing.draw, timing.drawn, timing.exact, tokens};
 }
 
-std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries, float scale) {
+std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries,
+                                                                   float scale) {
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   const char* data = query_data(queries, 1, kv.geometry());
   const RowType type = type_of(queries, "queries");
@@ -187,17 +188,16 @@ NB_MODULE(_native, m) {
           "bits_per_table"_a, "num_tables"_a, "min_collisions"_a, "projection"_a.noconvert())
       .def("codes", &codes, "x"_a.noconvert(), "Buckets [n, num_tables] of vectors x [n, head_dim]; for tests.");
 
-  nb::class_<Scan>(m, "Scan")
-      .def(
-          "__init__",
-          [](Scan* self, uint32_t bits_per_dim, float budget, uint32_t min_rows, uint32_t seed, uint32_t head_dim,
-             const In<float, 2>& signs) {
-            if (signs.shape(0) > kMaxRounds || signs.shape(1) != padded_dim(head_dim))
-              refuse("signs must have a column for each dimension, padded, and few rows");
-            new (self) Scan(bits_per_dim, budget, min_rows, seed, head_dim, signs.data(),
-                            static_cast<uint32_t>(signs.shape(0)));
-          },
-          "bits_per_dim"_a, "budget"_a, "min_rows"_a, "seed"_a, "head_dim"_a, "signs"_a.noconvert());
+  nb::class_<Scan>(m, "Scan").def(
+      "__init__",
+      [](Scan* self, uint32_t bits_per_dim, float budget, uint32_t min_rows, uint32_t seed, uint32_t head_dim,
+         const In<float, 2>& signs) {
+        if (signs.shape(0) > kMaxRounds || signs.shape(1) != padded_dim(head_dim))
+          refuse("signs must have a column for each dimension, padded, and few rows");
+        new (self)
+            Scan(bits_per_dim, budget, min_rows, seed, head_dim, signs.data(), static_cast<uint32_t>(signs.shape(0)));
+      },
+      "bits_per_dim"_a, "budget"_a, "min_rows"_a, "seed"_a, "head_dim"_a, "signs"_a.noconvert());
 
   nb::class_<LayerKV>(m, "LayerKV")
       .def(
@@ -255,7 +255,8 @@ NB_MODULE(_native, m) {
       "lse"_a.noconvert(), "rows_read"_a.noconvert(),
       "Fills out, lse and rows_read; returns the thread-seconds of drawing, of attention over drawn rows and over rows "
       "read whole, and the tokens of each kv.");
-  m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "scale"_a, "Per head: row ids and log inclusion probabilities.");
+  m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "scale"_a,
+        "Per head: row ids and log inclusion probabilities.");
 
   m.def("available_memory", &available_memory, "Bytes that can still be had.");
   m.def("isa", [] { return std::string(kernels().name); });

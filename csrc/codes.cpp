@@ -18,7 +18,6 @@ namespace {
 
 constexpr size_t kBlocksAtOnce = 12;  // coded by one task
 constexpr size_t kBlocksAhead = 4;    // asked for from memory where single ones are read
-constexpr float kAtMean = 1e-4f;      // a key this near the mean, relative to the mean's norm, counts as the mean
 
 // What is added to a value's squared distance from the mean value, in mean squared distances: a key whose value is
 // ordinary can still be a heavy one.
@@ -26,25 +25,23 @@ constexpr double kOrdinary = 0.1;
 
 }  // namespace
 
-Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens)
+Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_tokens)
     : scan_(std::move(scan)),
       num_tokens_(num_tokens),
       num_blocks_((num_tokens + kCodeBlock - 1) / kCodeBlock),
       row_bytes_(size_t{2} * scan_->dim * element_bytes(type)),
       mean_at_(num_blocks_ * scan_->block_bytes()),
-      head_bytes_(mean_at_ + scan_->dim * sizeof(float)) {
-  (void)num_kv_heads;
-}
+      head_bytes_(mean_at_ + scan_->dim * sizeof(float)) {}
 
 Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory)
-    : Codes(std::move(scan), type, num_kv_heads, num_tokens) {
+    : Codes(std::move(scan), type, num_tokens) {
   if (memory.size() != num_kv_heads * head_bytes_) throw std::invalid_argument("codes have the wrong size");
   memory_ = std::move(memory);
 }
 
 Codes::Codes(const Kernels& kernels, std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads,
              uint32_t num_tokens, const char* rows)
-    : Codes(std::move(scan), type, num_kv_heads, num_tokens) {
+    : Codes(std::move(scan), type, num_tokens) {
   const Stopwatch watch;
   memory_ = Buffer(num_kv_heads * head_bytes_);
   for (uint32_t head = 0; head < num_kv_heads; ++head)
@@ -72,9 +69,8 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
     const size_t padded = (count + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
     std::fill(centred + count * dim, centred + padded * dim, 0.0f);
     for (size_t i = 0; i < count; i += kCodeBlock) {
-      kernels.encode({centred + i * dim, dim, scan_->bits, scan_->step(),
-                      scan_->signs.data(), scan_->num_rounds, scan_->span,
-                      blocks(kv_head) + (first + i) / kCodeBlock * scan_->block_bytes(), rotated});
+      kernels.encode({centred + i * dim, dim, scan_->bits, scan_->step(), scan_->signs.data(), scan_->num_rounds,
+                      scan_->span, blocks(kv_head) + (first + i) / kCodeBlock * scan_->block_bytes(), rotated});
     }
     kernels.centre[type](values + first * row_bytes_, count, dim, means.data() + dim, 0.0f, centred, inverse);
     for (size_t i = 0; i < padded; ++i) {

@@ -28,7 +28,7 @@ class Codes : public Index {
   size_t num_blocks() const { return num_blocks_; }
 
  private:
-  Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens);
+  Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_tokens);
   char* blocks(uint32_t kv_head) const { return memory_.data() + kv_head * head_bytes_; }
   float* mean(uint32_t kv_head) const { return reinterpret_cast<float*>(blocks(kv_head) + mean_at_); }
   float* biases(uint32_t kv_head, size_t block) const {

@@ -51,6 +51,9 @@ class Index {
   double code_seconds_ = 0, sort_seconds_ = 0;
 };
 
+// A key this near the mean, relative to the mean's norm, has no direction that float32 could tell from rounding.
+constexpr float kAtMean = 1e-4f;
+
 // The mean of the first `size` elements of `count` rows: dim of the keys, 2 * dim of keys and values.
 void mean_of(const Kernels& kernels, RowType type, const char* rows, size_t count, uint32_t dim, uint32_t size,
              float* mean);

@@ -115,18 +115,19 @@ struct PromptState {
 };
 constexpr float kLargest = 3.402823466e38f;
 
-// Codes of keys lie in blocks of sixteen keys: lines of 64 bytes, then the keys' factors and biases, sixteen floats each.
-// A line holds 32 / bits dimensions; bits [8 j + bits g, + bits) of its word k are dimension 4 g + j of key k.
+// Codes of keys lie in blocks of sixteen keys: lines of 64 bytes, then the keys' factors and biases, sixteen floats
+// each. A line holds 32 / bits dimensions; bits [8 j + bits g, + bits) of its word k are dimension 4 g + j of key k.
 constexpr uint32_t kCodeBlock = 16;
 constexpr uint32_t kMaxRounds = 4;
 
 struct EncodeArgs {
   const float* centred;  // [16, dim]
   uint32_t dim;
-  uint32_t bits;        // per dimension: 1, 2 or 4
-  float step;           // between levels, for elements of unit variance
-  const float* signs;   // [num_rounds, dim], scaled so that each round keeps norms
-  uint32_t num_rounds;  // a round: signs, then a Hadamard transform of `span` dimensions, the first or the last by turns
+  uint32_t bits;       // per dimension: 1, 2 or 4
+  float step;          // between levels, for elements of unit variance
+  const float* signs;  // [num_rounds, dim], scaled so that each round keeps norms
+  uint32_t
+      num_rounds;  // a round: signs, then a Hadamard transform of `span` dimensions, the first or the last by turns
   uint32_t span;
   char* block;
   float* scratch;  // [dim rounded up to a line, 16]

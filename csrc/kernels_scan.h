@@ -268,13 +268,15 @@ inline void by_heads(uint32_t num_heads, const F& f) {
 
 template <int BITS>
 void scan_logs(const ScanArgs& args, float* logs) {
-  by_heads(args.num_heads, [&](auto tile, uint32_t head) { logs_of_heads<BITS, decltype(tile)::value>(args, head, logs); });
+  by_heads(args.num_heads,
+           [&](auto tile, uint32_t head) { logs_of_heads<BITS, decltype(tile)::value>(args, head, logs); });
 }
 
 template <int BITS>
 void scan_draw(const ScanArgs& args, const DrawArgs& draw) {
   for (uint32_t h = 0; h < args.num_heads; ++h) draw.num_drawn[h] = 0;
-  by_heads(args.num_heads, [&](auto tile, uint32_t head) { draw_for_heads<BITS, decltype(tile)::value>(args, draw, head); });
+  by_heads(args.num_heads,
+           [&](auto tile, uint32_t head) { draw_for_heads<BITS, decltype(tile)::value>(args, draw, head); });
 }
 
 }  // namespace

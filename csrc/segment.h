@@ -47,7 +47,7 @@ class Segment {
   uint32_t num_tokens() const { return num_tokens_; }
   Run run() const { return {rows_.data(), size_t{num_tokens_} * row_bytes_, num_tokens_, index_.get()}; }
   const Index* index() const { return index_.get(); }  // null: read the rows whole
-  double row_seconds() const { return row_seconds_; }   // the time it took to copy the rows
+  double row_seconds() const { return row_seconds_; }  // the time it took to copy the rows
   const Buffer& row_memory() const { return rows_; }
   size_t row_nbytes() const { return rows_.size(); }
   size_t index_nbytes() const { return index_ ? index_->nbytes() : 0; }

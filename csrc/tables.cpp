@@ -23,10 +23,6 @@ constexpr uint32_t kAhead = 12;     // tables whose buckets are being fetched wh
 // first.
 constexpr size_t kEarlyBytes = size_t{512} << 10;
 
-// A key this near the mean, relative to the mean's norm, has no direction that float32 could tell from rounding. Such
-// keys are always drawn: their angle to a query means nothing.
-constexpr float kAtMean = 1e-4f;
-
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace

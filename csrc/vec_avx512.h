@@ -120,7 +120,8 @@ inline void transpose(const float* in, size_t stride, float* out) {
     }
   }
   for (int j = 0; j < 4; ++j) {
-    vec even_low = _mm512_shuffle_f32x4(fours[j], fours[4 + j], 0x88), odd_low = _mm512_shuffle_f32x4(fours[j], fours[4 + j], 0xdd);
+    vec even_low = _mm512_shuffle_f32x4(fours[j], fours[4 + j], 0x88),
+        odd_low = _mm512_shuffle_f32x4(fours[j], fours[4 + j], 0xdd);
     vec even_high = _mm512_shuffle_f32x4(fours[8 + j], fours[12 + j], 0x88),
         odd_high = _mm512_shuffle_f32x4(fours[8 + j], fours[12 + j], 0xdd);
     store(out + 16 * j, _mm512_shuffle_f32x4(even_low, even_high, 0x88));

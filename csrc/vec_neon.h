@@ -148,8 +148,7 @@ inline int16x8_t pair_sums(uint32x4_t codes, uint32x4_t query) {
 }
 // acc + the products of four unsigned bytes, below 16, with four signed ones, in each lane.
 inline ivec dot4(ivec acc, ivec codes, ivec query) {
-  MAGICPIG_EACH(vreinterpretq_u32_s32(
-      vpadalq_s16(vreinterpretq_s32_u32(acc.r[i]), pair_sums(codes.r[i], query.r[i]))));
+  MAGICPIG_EACH(vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(acc.r[i]), pair_sums(codes.r[i], query.r[i]))));
 }
 #undef MAGICPIG_EACH
 inline vec to_float(ivec a) {
