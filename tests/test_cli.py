@@ -65,7 +65,7 @@ def test_several_answers_are_numbered(model):
         (["-p", " "], "the prompt is empty"),
         (["-f", "/nowhere/book.txt"], "there is no file '/nowhere/book.txt'"),
         (["-f", "."], "is a folder; name a text file"),
-        (["-p", "x", "--method", "magic"], "method must be one of full, lsh, topk"),
+        (["-p", "x", "--method", "magic"], "method must be one of full, lsh, scan, topk"),
         (["-p", "x", "--dense-layers", "0,x"], "--dense-layers must be numbers"),
         (["-p", "x", "--dense-layers", "0,9"], "dense_layers must be from 0 to 3, not 9"),
         (["-p", "x", "--num-tables", "0"], "num_tables must be from 1 to 4096, not 0"),

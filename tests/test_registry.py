@@ -279,7 +279,7 @@ def test_every_method_generates_on_the_command_line(model, name, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "magic"], "method must be one of full, lsh, topk, oracle, quest"),
+        (["--method", "magic"], "method must be one of full, lsh, scan, topk, oracle, quest"),
         (["--method", "topk:2"], "method 'topk:2': budget must be above 0 and at most 100 %"),
         (["--method", "quest:16:x"], "'x' is not a number; write it like 16, 0.02 or 2%"),
         (["--method", "topk", "--num-tables", "9"], "--num-tables is a parameter of lsh"),

@@ -26,7 +26,7 @@ def option(panel: str, *names: str, **settings: Any) -> Any:
 Model = Annotated[str, option(WHAT, help="Built-in name, folder or hub name.")]
 Methods = Annotated[
     str,
-    option(WHAT, help="Specs with commas between: full,lsh:10:150,topk:2%,quest:16:4% ..."),
+    option(WHAT, help="Specs with commas between: full,lsh:10:150,scan:2:1%,quest:16:4% ..."),
 ]
 Lengths = Annotated[str, option(WHAT, help="Tokens of prompt and answer, like 4k,8k.")]
 Samples = Annotated[int, option(WHAT, min=1, help="Prompts of each task and length.")]

@@ -57,7 +57,7 @@ def generate(
     n: Annotated[int, option(SAMPLING, "-n", help="So many answers.")] = 1,
     method: Annotated[
         str | None,
-        option(ATTENTION, help="lsh, full, topk:2%, quest:16:4% ...: docs/methods.md. (lsh)"),
+        option(ATTENTION, help="lsh, scan, full, topk:2%, quest:16:4% ...: docs/methods.md. (lsh)"),
     ] = None,
     bits_per_table: Annotated[int | None, option(ATTENTION, help="K of the paper. (10)")] = None,
     num_tables: Annotated[int | None, option(ATTENTION, help="L of the paper. (150)")] = None,

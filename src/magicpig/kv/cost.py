@@ -14,8 +14,8 @@ class Cost:
     tokens: far tokens there were, evicted ones included.
     row_bytes: read of those keys and values: once for a KV head where all query heads of its group
         read all of them, else once for each query head. lsh reads a norm of 4 bytes with each.
-    search_bytes: read to find out which rows to read: keys, their projections, bounds of pages,
-        hash buckets; not what all tokens share, such as directions to project on.
+    search_bytes: read to find out which rows to read: keys, their codes or projections, bounds of
+        pages, hash buckets; not what all tokens share, such as directions to project on.
     search_ops: multiply-adds to the same end.
     """
 

@@ -7,6 +7,8 @@ projections within rounding of zero.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -76,9 +78,14 @@ def _tables_of_head(keys: Tensor, lsh: LSHConfig) -> Tensor:
     return torch.cat([_aligned(part) for part in parts])
 
 
+@lru_cache(maxsize=8)
+def _directions(lsh: LSHConfig, head_dim: int, device: torch.device) -> Tensor:
+    return reference.projection(lsh, head_dim).to(device).bfloat16()
+
+
 def _codes(centred: Tensor, lsh: LSHConfig) -> Tensor:
     """The bucket [num_tables, tokens] of each key in each table."""
-    directions = reference.projection(lsh, centred.shape[1]).to(centred.device).bfloat16()
+    directions = _directions(lsh, centred.shape[1], centred.device)
     bits = (centred.bfloat16() @ directions >= 0).view(len(centred), lsh.num_tables, -1)
     codes = torch.zeros(bits.shape[:2], dtype=torch.int32, device=centred.device)
     for i in range(lsh.bits_per_table):

@@ -87,7 +87,7 @@ class NativeLayer(SequenceLayer):
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
         """Leaves no more than local in the window; a short context stays there as a whole.
 
-        What comes from another device is indexed there.
+        What comes from another device is hashed there; codes are made here.
         """
         if self.span:
             self._append(keys[:, -self.span :], values[:, -self.span :])
