@@ -167,15 +167,17 @@ def masks(name: str) -> str:
     """lsh beside the same estimator by masks, sample by sample."""
     scores: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
     shares: dict[tuple[str, str], list[int]] = {}
+    outputs: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
     for record in records_of(name):
         key = record["protocol"], record["method"]
         scores.setdefault(key, {})[record["task"], record["index"]] = 100 * record["score"]
+        outputs.setdefault(key, {})[record["task"], record["index"]] = record["output"]
         counts = shares.setdefault(key, [0, 0])
         counts[0] += record["cost"]["rows"]
         counts[1] += record["cost"]["tokens"]
     lines = [
-        "| protocol | lsh | native | by masks | native less masks | keys read | samples |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| protocol | lsh | native | by masks | difference | keys read | same output | samples |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for protocol in ("easy", "hard"):
         for spec in ("10:150", "9:120", "8:75"):
@@ -191,7 +193,10 @@ def masks(name: str) -> str:
             texts = [
                 f"{mean(x):.2f} ± {stdev(x) / len(x) ** 0.5:.2f}" for x in (native, masked, more)
             ]
-            lines.append(f"| {protocol} | {spec} | {' | '.join(texts)} | {read} % | {len(both)} |")
+            same = sum(outputs[ours][place] == outputs[theirs][place] for place in both)
+            lines.append(
+                f"| {protocol} | {spec} | {' | '.join(texts)} | {read} % | {same} | {len(both)} |"
+            )
     return "\n".join(lines) + "\n"
 
 

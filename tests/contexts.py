@@ -30,6 +30,23 @@ class Context:
         )
 
 
+def assert_weighted_softmax(context: Context, dtype: torch.dtype) -> None:
+    """Attention is the softmax over the rows that were drawn, weighted by one over their chance."""
+    out, lse = context.kv.attend(context.queries)
+    all_rows, logs = context.kv.sample(context.queries)
+    for head, rows in enumerate(all_rows):
+        keys, values = (
+            x[context.kv_head(head)][rows.long()] for x in (context.keys, context.values)
+        )
+        logits = keys.double() @ context.queries[head].double() * context.scale - logs[head]
+        expected_out, expected_lse = reference.attend(logits, values)
+        atol = tolerance(dtype)
+        torch.testing.assert_close(out[head].double(), expected_out, rtol=0, atol=atol)
+        torch.testing.assert_close(lse[head].double(), expected_lse, rtol=0, atol=atol)
+    assert context.kv.last_stats is not None
+    assert context.kv.last_stats.rows.tolist() == [len(rows) for rows in all_rows]
+
+
 def make_context(
     *,
     tokens: int,

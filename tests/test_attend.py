@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import magicpig
 from magicpig import LayerKV, LSHConfig, reference
 from magicpig.kv.layer import native_lsh
-from tests.contexts import make_context, tolerance
+from tests.contexts import assert_weighted_softmax, make_context, tolerance
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LENGTHS = [0, 1, 15, 16, 17, 31, 33, 129, 300]
@@ -94,18 +94,7 @@ def test_keys_and_queries_are_hashed_like_the_reference(every_isa, shape, lsh):
 @given(shape=shapes, group=groups, lsh=indexes)
 def test_sampled_attention_is_the_weighted_softmax_of_what_was_drawn(every_isa, shape, group, lsh):
     context = make_context(num_heads=group * shape["num_kv_heads"], index=lsh, **shape)
-    out, lse = context.kv.attend(context.queries)
-    all_rows, logs = context.kv.sample(context.queries)
-    for head, rows in enumerate(all_rows):
-        keys, values = (
-            x[context.kv_head(head)][rows.long()] for x in (context.keys, context.values)
-        )
-        logits = keys.double() @ context.queries[head].double() * context.scale - logs[head]
-        expected_out, expected_lse = reference.attend(logits, values)
-        atol = tolerance(shape["dtype"])
-        torch.testing.assert_close(out[head].double(), expected_out, rtol=0, atol=atol)
-        torch.testing.assert_close(lse[head].double(), expected_lse, rtol=0, atol=atol)
-    assert context.kv.last_stats.rows.tolist() == [len(rows) for rows in all_rows]
+    assert_weighted_softmax(context, shape["dtype"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import magicpig
-from magicpig import LayerKV, _native, health, native, reference
+from magicpig import LayerKV, _native, health, native, reference, self_check
 from magicpig.cli import app
 from magicpig.models import store
 
@@ -259,7 +259,7 @@ def test_an_installed_model_needs_neither_rights_nor_room(machine, monkeypatch, 
 
 
 def test_the_self_test_leaves_no_doubt_about_signs():
-    lsh, queries, keys, _ = health.probe()
+    lsh, queries, keys, _ = self_check.probe()
     for vectors in (queries, *keys):
         assert reference.project(vectors, lsh).abs().min() > 1e-3
     for of_head in keys:

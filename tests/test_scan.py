@@ -14,7 +14,7 @@ import magicpig
 from magicpig import LLM, LayerKV, SamplingParams, ScanConfig, WindowConfig, reference
 from magicpig.context import Context
 from magicpig.document import Document
-from tests.contexts import make_context, tolerance
+from tests.contexts import assert_weighted_softmax, make_context, tolerance
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SCAN = ScanConfig(budget=0.1, min_rows=8, exact_below=0)
@@ -95,18 +95,7 @@ def test_rows_have_the_probabilities_of_the_reference(every_isa, shape, group, s
 @given(shape=shapes, group=groups, scan=configs)
 def test_attention_is_the_weighted_softmax_of_what_was_drawn(every_isa, shape, group, scan):
     context = make_context(num_heads=group * shape["num_kv_heads"], index=scan, **shape)
-    out, lse = context.kv.attend(context.queries)
-    all_rows, logs = context.kv.sample(context.queries)
-    for head, rows in enumerate(all_rows):
-        keys, values = (
-            x[context.kv_head(head)][rows.long()] for x in (context.keys, context.values)
-        )
-        logits = keys.double() @ context.queries[head].double() * context.scale - logs[head]
-        expected_out, expected_lse = reference.attend(logits, values)
-        atol = tolerance(shape["dtype"])
-        torch.testing.assert_close(out[head].double(), expected_out, rtol=0, atol=atol)
-        torch.testing.assert_close(lse[head].double(), expected_lse, rtol=0, atol=atol)
-    assert context.kv.last_stats.rows.tolist() == [len(rows) for rows in all_rows]
+    assert_weighted_softmax(context, shape["dtype"])
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.7])
