@@ -6,6 +6,8 @@ from test_hf import EVERYTHING, SMALL, assert_same, padded_prompts, run
 from zoo import loaded, make_model
 
 from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, hf
+from magicpig.attention.exact import exact_attention
+from magicpig.attention.mass import attention_mass
 from magicpig.evals.harness import Harness
 from magicpig.kv.device_index import append_from_device
 from magicpig.models import LoadedModel
@@ -119,3 +121,22 @@ def test_an_index_made_on_the_gpu_draws_the_same():
     for ours, theirs in zip(here.sample(query)[0], there.sample(query)[0], strict=True):
         differing = set(ours.tolist()) ^ set(theirs.tolist())
         assert len(differing) <= max(1, 0.01 * len(ours))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 80), (8, 2, 128)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_parts_of_prompts(dtype, heads, softcap):
+    """Queries that are the last tokens of many: attention, and what each token gets of it."""
+    torch.manual_seed(0)
+    num_heads, kv_heads, dim = heads
+    queries = torch.randn(2, num_heads, 130, dim).to(dtype)
+    keys, values = (torch.randn(2, kv_heads, 333, dim).to(dtype) for _ in range(2))
+    there = [x.cuda() for x in (queries, keys, values)]
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    here = exact_attention(queries, keys, values, None, dim**-0.5, softcap)
+    got = exact_attention(*there, None, dim**-0.5, softcap)
+    torch.testing.assert_close(got.cpu(), here, atol=tolerance, rtol=tolerance)
+    here = attention_mass(queries.float(), keys.float(), None, dim**-0.5, softcap)
+    got = attention_mass(*there[:2], None, dim**-0.5, softcap)
+    torch.testing.assert_close(got.cpu(), here, atol=1e-2, rtol=tolerance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from magicpig.attention.merge import merge
@@ -32,7 +33,13 @@ def attention_in_torch(
             queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
         )
     if queries.device.type != "cpu":
-        mask = _causal(num_queries, tokens, queries.device)
+        # Flash attention knows this one; other kernels have it written out.
+        flash = queries.dtype != torch.float32
+        mask = (
+            causal_lower_right(num_queries, tokens)
+            if flash
+            else _causal(num_queries, tokens, queries.device)
+        )
         return attention_in_torch(queries, keys, values, mask, scale)
     # What all queries see, then what they see of each other: no mask is ever written out.
     seen = tokens - num_queries

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,10 @@ def attention_mass(
 ) -> Tensor:
     """Sums [batch, kv_heads, tokens] of softmax weights over the last queries of a sequence and the
     query heads of a group; arguments as of `exact_attention`."""
+    if mask is None and keys.is_cuda and find_spec("triton"):
+        from magicpig.attention.mass_on_gpu import causal_mass
+
+        return causal_mass(queries, keys, scale, softcap)
     batch, heads, num_queries, dim = queries.shape
     kv_heads, tokens = keys.shape[1:3]
     mass = torch.zeros(batch, kv_heads, tokens, device=keys.device)

@@ -71,7 +71,6 @@ class Harness:
         self.window = window or WindowConfig()
         self.runner = Runner(loaded.model, self.plans[0], self.window)
         self.dtype = str(self.runner.dtype).removeprefix("torch.")
-        self._watches = any(plan.method.watches_prompts for plan in self.plans)
 
     def read(self, prompt_ids: list[int], on_part: Callable[[int], None] | None = None) -> Read:
         """Reads a prompt exactly. on_part: told how many tokens are read."""
@@ -90,9 +89,10 @@ class Harness:
         prompt_ids = [token for part in parts for token in part]
         self._check(parts, len(prompt_ids))
         plans = [self.plans[self.methods.index(method)] for method in methods or self.methods]
+        watch = any(plan.method.watches_prompts for plan in plans)
         reads = []
         with self.runner.threads():
-            prefill = self.runner.begin(prompt_ids, watch=self._watches)
+            prefill = self.runner.begin(prompt_ids, watch=watch)
             for part in parts:
                 prefill.prompt_ids = prompt_ids[: prefill.done + len(part)]
                 while prefill.done < len(prefill.prompt_ids):
