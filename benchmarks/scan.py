@@ -48,7 +48,7 @@ def attended(kv: LayerKV, queries: Tensor, scale: float) -> tuple[float, float, 
     rows = torch.empty(1, len(queries), dtype=torch.int64)
     start = time.perf_counter()
     draw, drawn, whole, _ = _native.attend(
-        [kv._native], queries[None], scale, 0.0, False, out, lse, rows
+        [kv._native], queries[None], scale, 0.0, False, out, lse, rows, torch.empty(1, len(queries))
     )
     return time.perf_counter() - start, draw, drawn + whole, rows[0]
 

@@ -19,6 +19,7 @@ struct AttendResult {
   float* lse;          // [batch, num_heads], natural logarithm; -inf (and zeros in out) for an empty context
   int64_t* rows_read;  // [batch, num_heads]
   int64_t* visited;    // [batch, num_heads]: entries of hash buckets that were walked through; may be null
+  float* predicted;    // [batch, num_heads]: errors, where there is a target; see set_thresholds; may be null
 };
 
 // Seconds that all threads together spent on drawing rows, on attention over drawn rows, and over rows read whole.

@@ -93,7 +93,8 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
                                                                      const Array& queries, float scale, float softcap,
                                                                      bool exact, const Out<float, 3>& out,
                                                                      const Out<float, 2>& lse,
-                                                                     const Out<int64_t, 2>& rows_read) {
+                                                                     const Out<int64_t, 2>& rows_read,
+                                                                     const Out<float, 2>& predicted) {
   if (batch.empty()) refuse("kvs must not be empty");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   if (!(softcap >= 0 && softcap <= 1e6f)) refuse("softcap must be from 0 to 1e6");
@@ -103,8 +104,9 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
     if (!same(geometry, kv->geometry())) refuse("kvs must agree in heads, head_dim, dtype and index");
   const size_t size = batch.size(), heads = geometry.num_heads;
   if (out.shape(0) != size || out.shape(1) != heads || out.shape(2) != geometry.head_dim || lse.shape(0) != size ||
-      lse.shape(1) != heads || rows_read.shape(0) != size || rows_read.shape(1) != heads) {
-    refuse("out, lse and rows_read must match the batch");
+      lse.shape(1) != heads || rows_read.shape(0) != size || rows_read.shape(1) != heads ||
+      predicted.shape(0) != size || predicted.shape(1) != heads) {
+    refuse("out, lse, rows_read and predicted must match the batch");
   }
   const char* data = query_data(queries, size, geometry);
   const RowType type = type_of(queries, "queries");
@@ -115,8 +117,8 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
     snapshots.push_back(kv->segments());
     runs.push_back(runs_of(*snapshots.back()));
   }
-  const Timing timing =
-      attend(geometry, runs, data, type, {scale, softcap}, exact, {out.data(), lse.data(), rows_read.data(), nullptr});
+  const Timing timing = attend(geometry, runs, data, type, {scale, softcap}, exact,
+                               {out.data(), lse.data(), rows_read.data(), nullptr, predicted.data()});
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
   return {timing.draw, timing.drawn, timing.exact, tokens};
@@ -190,14 +192,14 @@ NB_MODULE(_native, m) {
 
   nb::class_<Scan>(m, "Scan").def(
       "__init__",
-      [](Scan* self, uint32_t bits_per_dim, float budget, uint32_t min_rows, uint32_t seed, uint32_t head_dim,
-         const In<float, 2>& signs) {
+      [](Scan* self, uint32_t bits_per_dim, float budget, uint32_t min_rows, float target_error, uint32_t seed,
+         uint32_t head_dim, const In<float, 2>& signs) {
         if (signs.shape(0) > kMaxRounds || signs.shape(1) != padded_dim(head_dim))
           refuse("signs must have a column for each dimension, padded, and few rows");
-        new (self)
-            Scan(bits_per_dim, budget, min_rows, seed, head_dim, signs.data(), static_cast<uint32_t>(signs.shape(0)));
+        new (self) Scan(bits_per_dim, budget, min_rows, target_error, seed, head_dim, signs.data(),
+                        static_cast<uint32_t>(signs.shape(0)));
       },
-      "bits_per_dim"_a, "budget"_a, "min_rows"_a, "seed"_a, "head_dim"_a, "signs"_a.noconvert());
+      "bits_per_dim"_a, "budget"_a, "min_rows"_a, "target_error"_a, "seed"_a, "head_dim"_a, "signs"_a.noconvert());
 
   nb::class_<LayerKV>(m, "LayerKV")
       .def(
@@ -250,11 +252,11 @@ NB_MODULE(_native, m) {
           "Bytes of rows and of the index.");
 
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
-  m.def(
-      "attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a, "out"_a.noconvert(),
-      "lse"_a.noconvert(), "rows_read"_a.noconvert(),
-      "Fills out, lse and rows_read; returns the thread-seconds of drawing, of attention over drawn rows and over rows "
-      "read whole, and the tokens of each kv.");
+  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
+        "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(), "predicted"_a.noconvert(),
+        "Fills out, lse, rows_read and, where there is a target error, predicted; returns the thread-seconds of "
+        "drawing, of attention over drawn rows and over rows "
+        "read whole, and the tokens of each kv.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "scale"_a,
         "Per head: row ids and log inclusion probabilities.");
 

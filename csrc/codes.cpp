@@ -31,7 +31,7 @@ Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_tokens
       num_blocks_((num_tokens + kCodeBlock - 1) / kCodeBlock),
       row_bytes_(size_t{2} * scan_->dim * element_bytes(type)),
       mean_at_(num_blocks_ * scan_->block_bytes()),
-      head_bytes_(mean_at_ + scan_->dim * sizeof(float)) {}
+      head_bytes_(mean_at_ + 2 * scan_->dim * sizeof(float)) {}
 
 Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory)
     : Codes(std::move(scan), type, num_tokens) {
@@ -52,9 +52,7 @@ Codes::Codes(const Kernels& kernels, std::shared_ptr<const Scan> scan, RowType t
 void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const char* rows) const {
   const uint32_t dim = scan_->dim;
   const char* values = rows + row_bytes_ / 2;
-  std::vector<float> means(2 * dim);
-  mean_of(kernels, type, rows, num_tokens_, dim, 2 * dim, means.data());
-  std::copy_n(means.data(), dim, mean(kv_head));
+  mean_of(kernels, type, rows, num_tokens_, dim, 2 * dim, mean(kv_head));
   const double norm = std::sqrt(dot(mean(kv_head), mean(kv_head), dim));
   const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(norm));
   const size_t parts = (num_blocks_ + kBlocksAtOnce - 1) / kBlocksAtOnce;
@@ -72,7 +70,7 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
       kernels.encode({centred + i * dim, dim, scan_->bits, scan_->step(), scan_->signs.data(), scan_->num_rounds,
                       scan_->span, blocks(kv_head) + (first + i) / kCodeBlock * scan_->block_bytes(), rotated});
     }
-    kernels.centre[type](values + first * row_bytes_, count, dim, means.data() + dim, 0.0f, centred, inverse);
+    kernels.centre[type](values + first * row_bytes_, count, dim, mean_value(kv_head), 0.0f, centred, inverse);
     for (size_t i = 0; i < padded; ++i) {
       const float distance = i < count && inverse[i] > 0 ? 1 / inverse[i] : 0;
       biases(kv_head, (first + i) / kCodeBlock)[i % kCodeBlock] = distance;
@@ -107,22 +105,26 @@ ScanArgs Codes::scan_args(const Ask& ask, float* bases) const {
           bases};
 }
 
-size_t Codes::logs(const Ask& ask, const size_t* which, size_t count, float* logs) const {
-  std::vector<float> bases(ask.num_heads);
+size_t Codes::logs(const Ask& ask, const std::vector<size_t>& which, size_t stride, float* logs, float* biases) const {
+  std::vector<float> bases(ask.num_heads), own(ask.num_heads * kCodeBlock);
   ScanArgs args = scan_args(ask, bases.data());
   args.num_blocks = 1;
   size_t absent = 0;
   const auto scan_logs = kernels().scan_logs[scan_->level()];
-  for (size_t i = 0; i < count; ++i, logs += ask.num_heads * kCodeBlock) {
+  for (size_t i = 0; i < which.size(); ++i) {
     args.blocks = blocks(ask.kv_head) + which[i] * scan_->block_bytes();
-    if (i + kBlocksAhead < count) {
+    if (i + kBlocksAhead < which.size()) {
       const char* later = blocks(ask.kv_head) + which[i + kBlocksAhead] * scan_->block_bytes();
       for (size_t byte = 0; byte < scan_->block_bytes(); byte += 64) __builtin_prefetch(later + byte);
     }
-    scan_logs(args, logs);
+    scan_logs(args, own.data());
     const size_t there = std::min<size_t>(num_tokens_ - which[i] * kCodeBlock, kCodeBlock);
-    for (uint32_t h = 0; h < ask.num_heads; ++h)
-      std::fill(logs + h * kCodeBlock + there, logs + (h + 1) * kCodeBlock, -1e38f);
+    for (uint32_t h = 0; h < ask.num_heads; ++h) {
+      float* to = logs + h * stride + i * kCodeBlock;
+      std::copy_n(own.data() + h * kCodeBlock, there, to);
+      std::fill(to + there, to + kCodeBlock, -1e38f);
+    }
+    if (biases) std::copy_n(this->biases(ask.kv_head, which[i]), kCodeBlock, biases + i * kCodeBlock);
     absent += kCodeBlock - there;
   }
   return absent;

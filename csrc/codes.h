@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "index.h"
 #include "scan.h"
@@ -18,13 +19,15 @@ class Codes : public Index {
   // is right; whatever is in it, nothing outside the segment is read.
   Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory);
 
-  uint32_t tokens_at_once() const override { return 16384; }
+  uint32_t tokens_at_once() const override { return 8192; }
   uint32_t heads_at_once(uint32_t group) const override { return group; }
   void draw(const Ask& ask, Drawn* drawn) const override;
 
   // Logs of the weights of the keys of some blocks, without the threshold, for the heads of an Ask whose tokens do not
-  // matter: into logs[i][head][16]. Returns how many keys of them are padding: theirs are lower than any.
-  size_t logs(const Ask& ask, const size_t* blocks, size_t count, float* logs) const;
+  // matter: of head h into logs[h * stride + i * 16 ...], and, unless null, the keys' biases. Returns how many keys of
+  // them are padding: theirs are lower than any.
+  size_t logs(const Ask& ask, const std::vector<size_t>& blocks, size_t stride, float* logs, float* biases) const;
+  const float* mean_value(uint32_t kv_head) const { return mean(kv_head) + scan_->dim; }
   size_t num_blocks() const { return num_blocks_; }
 
  private:
@@ -41,7 +44,7 @@ class Codes : public Index {
   std::shared_ptr<const Scan> scan_;
   uint32_t num_tokens_;
   size_t num_blocks_, row_bytes_;
-  // Per head: blocks, then the mean key [dim].
+  // Per head: blocks, then the mean key and the mean value [dim].
   size_t mean_at_, head_bytes_;
 };
 

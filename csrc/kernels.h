@@ -159,6 +159,14 @@ struct DrawArgs {
   size_t* num_drawn;  // [num_heads]
 };
 
+// Keys whose weights are known in part; see error_terms.
+struct TermArgs {
+  const float *logs, *biases;  // log weight = temper * score + bias
+  size_t count;                // a multiple of 16
+  float temper;
+  float peak;  // taken off the scores
+};
+
 enum Activation { kSilu = 0, kGeluTanh = 1 };
 enum NormScale { kTimesWeight = 0, kTimesOnePlusWeight = 1 };
 
@@ -187,8 +195,14 @@ struct Kernels {
   // By log2 of the bits. All logs [num_heads, num_blocks * 16]; or rows drawn by them.
   void (*scan_logs[3])(const ScanArgs& args, float* logs);
   // The log of the threshold t for which sum_i min(1, exp(logs[i]) / t) = rows. count: a multiple of 16, above rows.
-  // scratch: `count` floats.
+  // scratch: 2 * `count` floats.
   float (*log_threshold)(const float* logs, size_t count, float rows, float* scratch);
+  // The highest of the scores (logs[i] - biases[i]) / temper.
+  float (*highest_score)(const float* logs, const float* biases, size_t count, float temper);
+  // terms[0][i] = exp(score - peak); terms[1][i] = its square times exp(2 bias); terms[2][i] = that over exp(temper *
+  // (score - peak) + bias). Sums of the latter two over keys whose log is below the threshold: the third, the second.
+  void (*error_terms)(const TermArgs& args, float* terms);
+  void (*light_sums)(const float* logs, const float* terms, size_t count, float log_threshold, float* sums);
   void (*scan_draw[3])(const ScanArgs& args, const DrawArgs& draw);
   void (*exp)(const float* x, size_t count, float* out);  // count: a multiple of 16; for tests
   void (*log)(const float* x, size_t count, float* out);  // the same, of normal numbers above 0

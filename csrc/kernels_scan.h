@@ -142,33 +142,84 @@ void log_of(const float* x, size_t count, float* out) {
   for (size_t i = 0; i < count; i += kChunk) store(out + i, log(load(x + i)));
 }
 
-float log_threshold(const float* logs, size_t count, float rows, float* weights) {
+// Splits weights at a border: those from it on become a list, whose end is returned; the others are added up.
+inline const float* split(const float* weights, size_t count, float border, float* list, float& rest) {
+  vec below = zero();
+  for (size_t i = 0; i < count; i += kChunk) {
+    const vec weight = load(weights + i);
+    below = add(below, select_less(weight, set1(border), weight, zero()));
+    for (uint32_t above = sign_bits(sub(weight, set1(border))); above; above &= above - 1)
+      *list++ = weights[i + __builtin_ctz(above)];
+  }
+  rest = sum(below);
+  return list;
+}
+
+float log_threshold(const float* logs, size_t count, float rows, float* scratch) {
   vec highest = load(logs);
   for (size_t i = kChunk; i < count; i += kChunk) highest = max(load(logs + i), highest);
   const float peak = largest(highest);
-  for (size_t i = 0; i < count; i += kChunk) store(weights + i, exp(sub(load(logs + i), set1(peak))));
-  // Weights above the threshold count as one each: with them out of the sum it falls, until none joins.
-  float threshold = __builtin_inff(), heavy = 0;
+  float *weights = scratch, *list = scratch + count;
+  vec all = zero();
+  for (size_t i = 0; i < count; i += kChunk) {
+    const vec weight = exp(sub(load(logs + i), set1(peak)));
+    store(weights + i, weight);
+    all = add(all, weight);
+  }
+  // Weights above the threshold count as one each: with them out of the sum it falls, until none joins. Only those that
+  // may join soon are looked at every time.
+  const float* end = list;
+  float threshold = sum(all) / rows, border = __builtin_inff(), rest = 0, number = 0;
   for (;;) {
-    const vec border = set1(threshold);
-    vec light = zero();
-    for (size_t i = 0; i < count; i += kChunk) {
-      vec weight = load(weights + i);
-      light = add(light, select_less(border, weight, zero(), weight));
+    if (threshold < 1e-37f) threshold = 1e-37f;
+    if (threshold < border) {
+      border = threshold / 16;
+      end = split(weights, count, border, list, rest);
     }
-    const float left = rows - heavy;
-    threshold = sum(light) / (left > 1e-3f ? left : 1e-3f);
-    if (!(threshold > 1e-37f)) threshold = 1e-37f;
-    vec above = zero();
-    for (size_t i = 0; i < count; i += kChunk)
-      above = add(above, select_less(set1(threshold), load(weights + i), set1(1.0f), zero()));
-    const float more = sum(above);
-    if (!(more > heavy)) break;
-    heavy = more;
+    float above = 0, light = rest;
+    for (const float* x = list; x < end; ++x) {
+      above += *x > threshold ? 1 : 0;
+      light += *x > threshold ? 0 : *x;
+    }
+    if (!(above > number)) break;
+    number = above;
+    const float left = rows - number;
+    threshold = light / (left > 1e-3f ? left : 1e-3f);
   }
   alignas(64) float out[kChunk];
   store(out, log(set1(threshold)));
   return peak + out[0];
+}
+
+inline vec score_of(const float* logs, const float* biases, size_t i, float inverse_temper) {
+  return mul(sub(load(logs + i), load(biases + i)), set1(inverse_temper));
+}
+
+float highest_score(const float* logs, const float* biases, size_t count, float temper) {
+  vec highest = score_of(logs, biases, 0, 1 / temper);
+  for (size_t i = kChunk; i < count; i += kChunk) highest = max(score_of(logs, biases, i, 1 / temper), highest);
+  return largest(highest);
+}
+
+void error_terms(const TermArgs& args, float* terms) {
+  for (size_t i = 0; i < args.count; i += kChunk) {
+    const vec score = sub(score_of(args.logs, args.biases, i, 1 / args.temper), set1(args.peak)),
+              bias = load(args.biases + i);
+    store(terms + i, exp(score));
+    store(terms + args.count + i, exp(mul(add(score, bias), set1(2.0f))));
+    store(terms + 2 * args.count + i, exp(fma(score, set1(2.0f - args.temper), bias)));
+  }
+}
+
+void light_sums(const float* logs, const float* terms, size_t count, float log_threshold, float* sums) {
+  vec squares = zero(), slope = zero();
+  for (size_t i = 0; i < count; i += kChunk) {
+    const vec log_weight = load(logs + i);
+    squares = add(squares, select_less(log_weight, set1(log_threshold), load(terms + i), zero()));
+    slope = add(slope, select_less(log_weight, set1(log_threshold), load(terms + count + i), zero()));
+  }
+  sums[0] = sum(slope);
+  sums[1] = sum(squares);
 }
 
 // Uniform numbers in (0, 1), one per lane, from sixteen row ids and a key.

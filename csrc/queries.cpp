@@ -18,7 +18,12 @@ constexpr size_t kRowsAtOnce = 32;
 
 PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometry, const char* queries, RowType type,
                                  size_t count, bool drawing, float scale)
-    : dim_(geometry.dim()), lsh_(geometry.lsh), values_(count * dim_), hi_(count * dim_), inv_norms_(count) {
+    : dim_(geometry.dim()),
+      lsh_(geometry.lsh),
+      scan_config_(geometry.scan),
+      values_(count * dim_),
+      hi_(count * dim_),
+      inv_norms_(count) {
   if (type != kBF16) lo_.resize(values_.size());
   std::atomic<bool> needs_lo{false};
   parallel_for((count + kRowsAtOnce - 1) / kRowsAtOnce, [&](size_t part) {
@@ -28,7 +33,7 @@ PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometr
   });
   if (!needs_lo) lo_.clear();
   if (drawing && lsh_) sign_bits_ = lsh_->sign_bits(kernels, values_.data(), count);
-  if (drawing && geometry.scan) scan_ = ScanQueries(*geometry.scan, values_.data(), count, geometry.group(), scale);
+  if (drawing && geometry.scan) scan_ = ScanQueries(*geometry.scan, count, geometry.group(), scale);
 }
 
 // Fills in rows first .. first + rows - 1; says whether the low part of any of them is not zero.
@@ -62,11 +67,33 @@ bool PreparedQueries::prepare(const Kernels& kernels, const Geometry& geometry, 
   return any;
 }
 
+ScanQueries& PreparedQueries::prepare_scan(size_t query) {
+  scan_.prepare(*scan_config_, values_.data(), query);
+  return scan_;
+}
+
 void PreparedQueries::codes(size_t i, std::vector<uint16_t>& out) const {
   out.resize(lsh_->num_tables);
   // A query without direction hashes like zero: all bits one.
   if (inv_norms_[i] == 0) return std::fill(out.begin(), out.end(), static_cast<uint16_t>(lsh_->num_buckets() - 1));
   for (uint32_t t = 0; t < lsh_->num_tables; ++t) out[t] = lsh_->code(sign_bits_.data(), inv_norms_.size(), i, t);
+}
+
+RowsArgs rows_args(const Geometry& geometry, const Run& run, uint32_t kv_head, const PreparedQueries& queries,
+                   size_t query) {
+  RowsArgs args = {};
+  args.rows = run.rows(kv_head);
+  args.dim = geometry.dim();
+  args.num_heads = 1;
+  args.queries = queries.view(query);
+  return args;
+}
+
+void choose(const Drawn& drawn, RowsArgs& args) {
+  args.ids = drawn.ids;
+  args.count = drawn.count;
+  args.inclusion = drawn.inclusion;
+  args.log_probability = drawn.log_probability;
 }
 
 }  // namespace magicpig

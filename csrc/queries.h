@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "segment.h"
+#include "run.h"
 
 namespace magicpig {
 
@@ -23,7 +23,8 @@ class PreparedQueries {
   float inv_norm(size_t i) const { return inv_norms_[i]; }
   void codes(size_t i, std::vector<uint16_t>& out) const;  // the query's bucket in each table
   const ScanQueries& scan() const { return scan_; }
-  ScanQueries& scan() { return scan_; }
+  // Of the heads of one KV head, the first of which is `query`: for passes over codes, before their thresholds are set.
+  ScanQueries& prepare_scan(size_t query);
 
  private:
   bool prepare(const Kernels& kernels, const Geometry& geometry, const char* source, RowType type, size_t first,
@@ -31,11 +32,17 @@ class PreparedQueries {
 
   uint32_t dim_;
   std::shared_ptr<const Lsh> lsh_;
+  std::shared_ptr<const Scan> scan_config_;
   std::vector<float> values_;  // padded
   std::vector<bf16> hi_, lo_;  // the same, split in two; no low part when the high one says it all
   std::vector<float> inv_norms_;
   std::vector<uint16_t> sign_bits_;
   ScanQueries scan_;
 };
+
+// One query over rows of a run, none of them chosen yet.
+RowsArgs rows_args(const Geometry& geometry, const Run& run, uint32_t kv_head, const PreparedQueries& queries,
+                   size_t query);
+void choose(const Drawn& drawn, RowsArgs& args);
 
 }  // namespace magicpig

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "threads.h"
-
 namespace magicpig {
 
 namespace {
@@ -21,11 +19,12 @@ uint32_t largest_power_of_two(uint32_t n) {
 
 }  // namespace
 
-Scan::Scan(uint32_t bits, float budget, uint32_t min_rows, uint32_t seed, uint32_t head_dim, const float* given,
-           uint32_t num_rounds)
+Scan::Scan(uint32_t bits, float budget, uint32_t min_rows, float target_error, uint32_t seed, uint32_t head_dim,
+           const float* given, uint32_t num_rounds)
     : bits(bits),
       budget(budget),
       min_rows(min_rows),
+      target_error(target_error),
       seed(seed),
       head_dim(head_dim),
       dim(padded_dim(head_dim)),
@@ -35,6 +34,7 @@ Scan::Scan(uint32_t bits, float budget, uint32_t min_rows, uint32_t seed, uint32
       signs(given, given + size_t{num_rounds} * dim) {
   if (bits != 1 && bits != 2 && bits != 4) throw std::invalid_argument("bits_per_dim must be 1, 2 or 4");
   if (!(budget > 0 && budget <= 1)) throw std::invalid_argument("budget must be above 0 and at most 1");
+  if (!(target_error >= 0 && target_error <= 1)) throw std::invalid_argument("target_error must be from 0 to 1");
   if (head_dim < 8 || head_dim > kMaxDim) throw std::invalid_argument("head_dim must be from 8 to 256");
   for (uint32_t round = 0; round < num_rounds; ++round) {
     float* part = signs.data() + round * dim + (round % 2 ? dim - span : 0);
@@ -53,14 +53,17 @@ void stir(const float* x, uint32_t count, uint32_t (&state)[2]) {
 }
 
 bool Scan::operator==(const Scan& other) const {
-  return bits == other.bits && budget == other.budget && min_rows == other.min_rows && seed == other.seed &&
-         head_dim == other.head_dim && num_rounds == other.num_rounds && signs == other.signs;
+  return bits == other.bits && budget == other.budget && min_rows == other.min_rows &&
+         target_error == other.target_error && seed == other.seed && head_dim == other.head_dim &&
+         num_rounds == other.num_rounds && signs == other.signs;
 }
 
 // The best uniform levels for a Gaussian element (J. Max, "Quantizing for minimum distortion", 1960).
 float Scan::step() const { return bits == 1 ? 1.0f : bits == 2 ? 0.9957f : 0.3352f; }
 
 float Scan::temper() const { return bits == 1 ? 0.7f : bits == 2 ? 0.85f : 1.0f; }
+
+float Scan::optimism() const { return bits == 1 ? 2.5f : bits == 2 ? 1.5f : 1.2f; }
 
 void Scan::rotate(float* x) const {
   for (uint32_t round = 0; round < num_rounds; ++round) {
@@ -76,7 +79,7 @@ void Scan::rotate(float* x) const {
   }
 }
 
-ScanQueries::ScanQueries(const Scan& scan, const float* values, size_t count, uint32_t group, float scale)
+ScanQueries::ScanQueries(const Scan& scan, size_t count, uint32_t group, float scale)
     : log_thresholds(count, kAlways),
       group_(group),
       code_dim_(scan.code_dim()),
@@ -84,15 +87,12 @@ ScanQueries::ScanQueries(const Scan& scan, const float* values, size_t count, ui
       codes_(count * code_dim_),
       slopes_(count),
       offsets_(count),
-      keys_(count / group * 2) {
-  parallel_for(count / group, [&](size_t i) { prepare(scan, values, i); });
-}
+      keys_(count / group * 2) {}
 
-// The queries of one KV head.
-void ScanQueries::prepare(const Scan& scan, const float* values, size_t kv_head) {
+void ScanQueries::prepare(const Scan& scan, const float* values, size_t first) {
   uint32_t key[2] = {scan.seed, ~scan.seed};
   std::vector<float> x(scan.dim);
-  for (size_t i = kv_head * group_; i < (kv_head + 1) * group_; ++i) {
+  for (size_t i = first; i < first + group_; ++i) {
     std::copy_n(values + i * scan.dim, scan.dim, x.data());
     stir(x.data(), scan.head_dim, key);
     scan.rotate(x.data());
@@ -109,7 +109,7 @@ void ScanQueries::prepare(const Scan& scan, const float* values, size_t kv_head)
     slopes_[i] = 2 * unit;
     offsets_[i] = -unit * top * static_cast<float>(sum);
   }
-  std::copy_n(key, 2, keys_.data() + kv_head * 2);
+  std::copy_n(key, 2, keys_.data() + first / group_ * 2);
 }
 
 }  // namespace magicpig

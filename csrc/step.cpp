@@ -93,7 +93,7 @@ void step(const std::vector<StepSequence>& batch, const StepArgs& args) {
   std::vector<float> out(batch.size() * heads * geometry.head_dim), lse(batch.size() * heads);
   std::vector<int64_t> rows(batch.size() * heads), visited(batch.size() * heads);
   const Timing timing = attend(geometry, runs, queries, args.type, args.scoring, false,
-                               {out.data(), lse.data(), rows.data(), visited.data()});
+                               {out.data(), lse.data(), rows.data(), visited.data(), nullptr});
   for (size_t i = 0; i < batch.size(); ++i) {
     if (!fine[i]) std::fill_n(out.data() + i * heads * geometry.head_dim, heads * geometry.head_dim, NAN);
     Reads& reads = batch[i].window->reads;

@@ -29,14 +29,6 @@ constexpr size_t kSlots = 16;  // calls the pool works on at once; more run on t
 // How long an idle worker looks for the next call before it sleeps: as long as a model's own code takes between layers.
 constexpr double kSpinSeconds = 200e-6;
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 struct Job {
   Job(size_t count, TaskRef task) : count(count), task(task) {}
 
@@ -76,7 +68,7 @@ struct alignas(64) Slot {
 
   void withdraw() {
     job = nullptr;
-    for (int spins = 0; workers != 0; ++spins) spins < 4096 ? pause() : std::this_thread::yield();
+    wait_until([&] { return workers == 0; });
     taken = false;
   }
 };

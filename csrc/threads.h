@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -22,9 +23,24 @@ class TaskRef {
   void (*call_)(void*, size_t);
 };
 
-// Calls task(0) .. task(count - 1), in any order, on the pool's threads and the caller's; returns when all are done.
-// The first exception is thrown to the caller, and tasks not begun by then are skipped.
+// Calls task(0) .. task(count - 1), begun in this order, on the pool's threads and the caller's; returns when all are
+// done. The first exception is thrown to the caller, and tasks not begun by then are skipped.
 void parallel_for(size_t count, TaskRef task);
+
+// Lets the core's other thread have it for a moment.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// For what another thread has begun and ends soon. A task may wait so for one before it.
+template <class F>
+void wait_until(const F& done) {
+  for (int spins = 0; !done(); ++spins) spins < 4096 ? pause() : std::this_thread::yield();
+}
 
 // Threads that work on a call, the caller's included. At first: the CPUs this process may use, or MAGICPIG_NUM_THREADS.
 size_t num_threads();

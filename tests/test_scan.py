@@ -392,7 +392,7 @@ def test_the_index_is_as_small_as_its_codes(bits, dim):
     kv = LayerKV(2, 2, dim, ScanConfig(bits))
     kv.append(*torch.randn(2, 2, 1600, dim).unbind())
     line = -(-dim * bits // 32) * 4  # codes fill words of 32 bits
-    assert kv.nbytes.index == 2 * (1600 * (line + 8) + 4 * dim)
+    assert kv.nbytes.index == 2 * (1600 * (line + 8) + 8 * dim)  # and two means
     if (bits, dim) == (2, 128):
         assert kv.nbytes.index < 0.1 * kv.nbytes.rows
 

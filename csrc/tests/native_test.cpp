@@ -290,7 +290,7 @@ void test_log_threshold() {
     for (size_t count : {16, 160, 4096}) {
       for (float spread : {0.0f, 1.0f, 5.0f, 30.0f}) {
         for (float share : {0.001f, 0.01f, 0.3f, 0.9f}) {
-          std::vector<float> logs(count), scratch(count);
+          std::vector<float> logs(count), scratch(2 * count);
           for (float& x : logs) x = 50 + spread * normal(engine);
           const float rows = share * static_cast<float>(count);
           const float threshold = kernels().log_threshold(logs.data(), count, rows, scratch.data());

@@ -20,6 +20,14 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{name} must be from {low} to {high}, not {value}")
 
 
+def check_fraction(name: str, value: object) -> None:
+    """Raises unless `value` is a number above 0 and at most 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number like 0.01, not {value!r}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, not {value}")
+
+
 class UnsupportedModel(ValueError):
     """A model that would get wrong results: what it does that cannot be followed."""
 
@@ -100,8 +108,10 @@ class ScanConfig(Strict):
     """How keys are coded and how many of them a query draws (docs/parameters.md).
 
     bits_per_dim: of a key's code, 1, 2 or 4: more bits, better proposals, a larger index.
-    budget: share of the far keys that a query head reads, about.
+    budget: share of the far keys that a query head reads, about; the most, with a target_error.
     min_rows: rows that it reads at least, where there are as many.
+    target_error: of the attention output, relative to its norm, mean over heads: each head reads as
+        many rows as its codes say that this takes. None: the whole budget.
     seed: of the rotation and of the draws; equal configurations draw alike everywhere.
     exact_below: segments with fewer tokens are read whole instead of being indexed.
     """
@@ -111,14 +121,14 @@ class ScanConfig(Strict):
     min_rows: int = 64
     seed: int = 0
     exact_below: int = 128
+    target_error: float | None = None
 
     def __post_init__(self) -> None:
         if type(self.bits_per_dim) is not int or self.bits_per_dim not in (1, 2, 4):
             raise ValueError(f"bits_per_dim must be 1, 2 or 4, not {self.bits_per_dim!r}")
-        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)):
-            raise ValueError(f"budget must be a share, like 0.01, not {self.budget!r}")
-        if not 0 < self.budget <= 1:
-            raise ValueError(f"budget must be above 0 and at most 1, not {self.budget}")
+        check_fraction("budget", self.budget)
+        if self.target_error is not None:
+            check_fraction("target_error", self.target_error)
         check_int("min_rows", self.min_rows, 0, 2**31 - 1)
         check_int("seed", self.seed, 0, 2**32 - 1)
         check_int("exact_below", self.exact_below, 0, 2**31 - 1)

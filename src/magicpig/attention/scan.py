@@ -23,6 +23,7 @@ class Scan(Method):
     min_rows: int = ScanConfig.min_rows
     seed: int = ScanConfig.seed
     exact_below: int = ScanConfig.exact_below
+    target_error: float | None = ScanConfig.target_error
 
     def __post_init__(self) -> None:
         assert self.index  # checks the fields
@@ -30,7 +31,12 @@ class Scan(Method):
     @property
     def index(self) -> ScanConfig:
         return ScanConfig(
-            self.bits_per_dim, self.budget, self.min_rows, self.seed, self.exact_below
+            self.bits_per_dim,
+            self.budget,
+            self.min_rows,
+            self.seed,
+            self.exact_below,
+            self.target_error,
         )
 
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:

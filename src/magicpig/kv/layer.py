@@ -35,10 +35,13 @@ class AttendStats:
     """What an attend read.
 
     rows: int64 [num_heads], key/value rows per query head. num_tokens: of the sequence then.
+    predicted_error: float32 [num_heads], of the output, relative to its norm; None unless the index
+        has a target_error.
     """
 
     rows: Tensor
     num_tokens: int
+    predicted_error: Tensor | None = None
 
     @property
     def share(self) -> Tensor:
@@ -57,7 +60,15 @@ def native_lsh(lsh: LSHConfig, head_dim: int) -> _native.Lsh:
 def native_scan(scan: ScanConfig, head_dim: int) -> _native.Scan:
     """The native form of a configuration: one for all layers and sequences that use it."""
     signs = reference.rotation_signs(scan, head_dim)
-    return _native.Scan(scan.bits_per_dim, scan.budget, scan.min_rows, scan.seed, head_dim, signs)
+    return _native.Scan(
+        scan.bits_per_dim,
+        scan.budget,
+        scan.min_rows,
+        scan.target_error or 0.0,
+        scan.seed,
+        head_dim,
+        signs,
+    )
 
 
 def check_tensor(name: str, tensor: object, shape: Sequence[int | str]) -> Tensor:
@@ -270,10 +281,13 @@ def _attend(
     out = torch.empty(queries.shape, dtype=torch.float32)
     lse = torch.empty(queries.shape[:2], dtype=torch.float32)
     rows = torch.empty(queries.shape[:2], dtype=torch.int64)
+    predicted = torch.zeros(queries.shape[:2], dtype=torch.float32)
     natives = [kv._native for kv in kvs]
     *_, tokens = _native.attend(
-        natives, queries.contiguous(), scale, softcap, exact, out, lse, rows
+        natives, queries.contiguous(), scale, softcap, exact, out, lse, rows, predicted
     )
+    index = kvs[0].index
+    predicts = isinstance(index, ScanConfig) and index.target_error is not None
     for i, kv in enumerate(kvs):
-        kv.last_stats = AttendStats(rows[i], tokens[i])
+        kv.last_stats = AttendStats(rows[i], tokens[i], predicted[i] if predicts else None)
     return out, lse
