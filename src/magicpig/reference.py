@@ -145,6 +145,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 LEVEL_WIDTHS = {1: 1.0, 2: 0.9957, 4: 0.3352}  # Max 1960: best for a Gaussian of variance 1
 TEMPERS = {1: 0.7, 2: 0.85, 4: 1.0}  # codes are noisy: proposals are flatter than they say
+OPTIMISM = {1: 2.5, 2: 1.5, 4: 1.2}  # and real errors larger, by about this factor
 ORDINARY = 0.1  # in mean squared distances of a value from the mean value
 LEAST_PROBABILITY = 2.0**-16
 
@@ -252,6 +253,66 @@ def inclusion_probability(logs: Tensor, threshold: float) -> Tensor:
     return ratio.clamp(min=LEAST_PROBABILITY)
 
 
+def predicted_error(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scan: ScanConfig,
+    scale: float,
+    threshold: float,
+    near: tuple[Tensor, Tensor] | None = None,
+) -> float:
+    """What the codes say about the error of the output, relative to its norm.
+
+    The error's variance is sum_i (1 / p_i - 1) (w_i |v_i - o|)^2 / W^2. Codes give weights w_i and
+    their sum W; distances from the mean value stand for those from the output o. Of o itself the
+    near part is known; the far part is the mean value, and deviations that add up like random ones.
+    near: output [dim] and log-sum-exp of attention to other tokens, which is exact.
+    """
+    logs, biases = proposals(query, keys, values, scan, scale), value_biases(values)
+    estimates = (logs - biases) / TEMPERS[scan.bits_per_dim]
+    peak = estimates.max() if near is None else torch.maximum(estimates.max(), near[1].double())
+    weights = (estimates - peak).exp()
+    changes = weights * biases.exp()
+    out = weights.sum() * values.double().mean(0)
+    if near is not None:
+        out += (near[1].double() - peak).exp() * near[0].double()
+    chance = (logs - threshold).exp().clamp(max=1)
+    variance = ((1 / chance - 1) * changes.square()).sum()
+    whole = out.square().sum() + changes.square().sum()
+    return OPTIMISM[scan.bits_per_dim] * math.sqrt(variance / whole) if whole > 0 else 0.0
+
+
+def scan_threshold(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scan: ScanConfig,
+    scale: float,
+    near: tuple[Tensor, Tensor] | None = None,
+) -> float:
+    """Of the budget; with a target, the highest that meets it, within the budget and min_rows."""
+    logs = proposals(query, keys, values, scan, scale)
+    low = log_threshold(logs, max(scan.budget * len(keys), scan.min_rows))
+    if scan.target_error is None:
+        return low
+    high = log_threshold(logs, max(scan.min_rows, 1))
+
+    def meets(threshold: float) -> bool:
+        error = predicted_error(query, keys, values, scan, scale, threshold, near)
+        return error <= float(scan.target_error or 0)
+
+    if meets(high):
+        return high
+    bottom = float(logs.min()) if low == -math.inf else low  # where all are drawn
+    if not meets(bottom):
+        return low
+    for _ in range(60):
+        middle = (bottom + high) / 2
+        bottom, high = (middle, high) if meets(middle) else (bottom, middle)
+    return bottom
+
+
 def scanned_attention(
     query: Tensor,
     keys: Tensor,
@@ -264,8 +325,7 @@ def scanned_attention(
     """The estimate: keys drawn where their uniform numbers [n] say so, each weighted by one over
     its probability."""
     logs = proposals(query, keys, values, scan, scale)
-    rows = max(scan.budget * len(keys), scan.min_rows)
-    chance = inclusion_probability(logs, log_threshold(logs, rows))
+    chance = inclusion_probability(logs, scan_threshold(query, keys, values, scan, scale))
     drawn = (uniform <= chance).nonzero()[:, 0]
     exact = scores(query, keys[drawn], scale, softcap)
     return attend(exact - chance[drawn].log(), values[drawn])
