@@ -453,6 +453,29 @@ def test_codes_are_held_against_tables_and_top_k(results):
     assert "Not better than lsh:4:12 and exact top-k at 2 %, 10 %, 20 %." in sentence
 
 
+def test_errors_asked_for_are_predicted_and_measured(results):
+    assert [(row["bits_per_dim"], row["target"]) for row in results["targets"]] == [
+        (2, 0.05),
+        (2, 0.1),
+        (4, 0.05),
+        (4, 0.1),
+    ]
+    for row in results["targets"]:
+        assert 0 < row["predicted"] <= row["target"] * 1.01
+        assert 0 < row["mean"] < 2 * row["target"]
+        assert row["least"] <= row["share"] <= row["most"] <= 1
+    lower, higher = results["targets"][:2]
+    assert lower["share"] > higher["share"]
+    changed = json.loads(json.dumps(results))
+    for row, mean in zip(changed["targets"], (0.06, 0.11, 0.2, 0.3), strict=True):
+        row["mean"] = mean
+    name = "errors that are asked for"
+    [found] = [found for found in findings(changed) if found["name"] == name]
+    assert found["verdict"] == HELPS_IN_PART
+    assert "2 bits, 0.05 asked for" in found["sentence"]
+    assert "0.060 measured" in found["sentence"]
+
+
 def test_every_method_has_its_place_in_the_table(results):
     names = [cells[0] for cells in report.error_rows(results)]
     assert sorted(names) == sorted(row["name"] for row in results["errors"])
@@ -511,6 +534,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
         ("budgets", (0.0,)),
         ("tables", ((0, 5),)),
         ("code_bits", (3,)),
+        ("targets", (0.1, 2.0)),
     ],
 )
 def test_bad_settings_are_named(field, value):

@@ -14,6 +14,7 @@ from magicpig.analysis.words import (
     percent,
 )
 
+MISSED = 0.25  # of a target, by which it may be missed
 SMALL_BUDGET = 0.1  # below which sampling with known scores is of interest
 
 
@@ -36,6 +37,7 @@ def comparisons(results: Results) -> Iterator[Finding | None]:
     bits = {row["setting"].partition(":")[0]: None for row in rows_of(results["errors"], "scan")}
     for each in bits:
         yield _codes(results, int(each))
+    yield _targets(results)
     yield _known_scores(results)
 
 
@@ -126,6 +128,22 @@ def _codes(results: Results, bits: int) -> Finding | None:
     parts.append(f"Codes of all keys are read besides, {code_bytes} bytes a key and KV head")
     name = f"codes of {bits} bit{'s' if bits > 1 else ''} per dimension"
     return name, helps(wins, cases + len(pairs)), ". ".join(parts) + "."
+
+
+def _targets(results: Results) -> Finding | None:
+    """Errors that codes were asked for, beside those that they predicted and those that came."""
+    rows = results["targets"]
+    if not rows:
+        return None
+    met = [row for row in rows if row["mean"] <= (1 + MISSED) * row["target"]]
+    listed = "; ".join(
+        f"{row['bits_per_dim']} bit{'s' if row['bits_per_dim'] > 1 else ''}, {row['target']:g} "
+        f"asked for: {row['predicted']:.3f} predicted, {row['mean']:.3f} measured at "
+        f"{percent(row['share'])} of keys, {percent(row['least'])} to {percent(row['most'])} in "
+        "nine of ten heads"
+        for row in rows
+    )
+    return "errors that are asked for", helps(len(met), len(rows)), f"Mean errors: {listed}."
 
 
 def _known_scores(results: Results) -> Finding | None:

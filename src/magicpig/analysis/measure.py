@@ -15,7 +15,7 @@ from magicpig.analysis.capture import LayerInput
 from magicpig.analysis.estimators import Scene, State, budget_rows, far_end
 from magicpig.analysis.inclusion import Inclusion
 from magicpig.analysis.settings import Settings, percent
-from magicpig.config import IndexConfig, LSHConfig
+from magicpig.config import IndexConfig, LSHConfig, ScanConfig
 from magicpig.kv.layer import LayerKV, attend
 from magicpig.native import num_threads
 
@@ -30,6 +30,7 @@ class LayerMeasures:
     errors, rows: by method; rows are shares of the far keys that were read.
     mass: of the top 20 % of all keys, of the far keys, of their tail and of their top 20 %.
     inclusion: by (bits_per_table, num_tables).
+    targets: by (bits_per_dim, error): errors, what was predicted of them, and shares of far keys.
     """
 
     def __init__(self, given: LayerInput, settings: Settings, seed: int) -> None:
@@ -38,6 +39,7 @@ class LayerMeasures:
         self.rows: dict[str, Tensor] = {}
         self.mass: dict[str, Tensor] = {}
         self.inclusion: dict[tuple[int, int], Inclusion] = {}
+        self.targets: dict[tuple[int, float], Tensor] = {}
         scene = Scene.of(given, settings.sinks, settings.local)
         ranked = estimators.ranks(scene.scores)
         self._weigh(scene, ranked)
@@ -53,6 +55,9 @@ class LayerMeasures:
         for bits, budget in itertools.product(settings.code_bits, settings.budgets):
             scan = settings.scan(bits, budget, seed)
             self._decode(f"scan:{bits}:{percent(budget)}", given, scene, scan)
+        for bits, error in itertools.product(settings.code_bits, settings.targets):
+            scan = settings.scan_to(bits, error, seed)
+            self.targets[bits, error] = self._aim(given, scene, scan)
 
     def _spend_budgets(self, scene: Scene, ranked: Tensor, generator: torch.Generator) -> None:
         scores, page = scene.scores, self.settings.page
@@ -81,17 +86,42 @@ class LayerMeasures:
 
     def _decode(self, name: str, given: LayerInput, scene: Scene, index: IndexConfig) -> LayerKV:
         """Rows drawn by an index as they are when decoding: through the native core."""
-        settings, heads = self.settings, given.queries.shape[1]
-        kv_heads, tokens, dim = given.keys.shape
-        far = slice(settings.sinks, far_end(tokens, settings.positions, settings.local))
-        kv = LayerKV(heads, kv_heads, dim, index, given.keys.dtype)
-        kv.append(given.keys[:, far], given.values[:, far])
+        kv = self._far_kv(given, index)
+        kv_heads = kv.num_kv_heads
         forks = [kv.fork() for _ in given.queries]
         out, lse = attend(forks, given.queries, scale=given.scale, softcap=given.softcap)
         state = estimators.by_kv_head(out, kv_heads), estimators.by_kv_head(lse, kv_heads)
         shares = torch.stack([fork.last_stats.share for fork in forks if fork.last_stats])
         self._put(name, scene, state, shares)
         return kv
+
+    def _far_kv(self, given: LayerInput, index: IndexConfig) -> LayerKV:
+        kv_heads, tokens, dim = given.keys.shape
+        far = slice(self.settings.sinks, self._far_end(tokens))
+        kv = LayerKV(given.queries.shape[1], kv_heads, dim, index, given.keys.dtype)
+        kv.append(given.keys[:, far], given.values[:, far])
+        return kv
+
+    def _far_end(self, tokens: int) -> int:
+        return far_end(tokens, self.settings.positions, self.settings.local)
+
+    def _aim(self, given: LayerInput, scene: Scene, scan: ScanConfig) -> Tensor:
+        """[3, positions, heads]. Windows stand behind the far context, where they are read whole:
+        how many rows are drawn depends on them."""
+        far, tokens = self._far_kv(given, scan), given.keys.shape[1]
+        kvs = []
+        for last in range(tokens - len(given.queries), tokens):
+            window = [*range(self.settings.sinks), *range(self._far_end(tokens), last + 1)]
+            kvs.append(far.fork())
+            kvs[-1].append(given.keys[:, window], given.values[:, window])
+        out, _ = attend(kvs, given.queries, scale=given.scale, softcap=given.softcap)
+        got = estimators.by_kv_head(out, far.num_kv_heads)
+        errors = (got - scene.exact).norm(dim=-1) / scene.exact.norm(dim=-1)
+        stats = [kv.last_stats for kv in kvs if kv.last_stats]
+        rows = [s.rows - (s.num_tokens - far.num_tokens) for s in stats]
+        predicted = [s.predicted_error for s in stats if s.predicted_error is not None]
+        shares = torch.stack(rows) / far.num_tokens
+        return torch.stack([scene.by_head(errors), torch.stack(predicted), shares])
 
     def _count_drawn(self, kv: LayerKV, given: LayerInput, lsh: LSHConfig, cosine: Tensor) -> None:
         group = kv.num_heads // kv.num_kv_heads
@@ -125,6 +155,7 @@ class Measures:
         self.errors: dict[str, list[Tensor]] = defaultdict(list)
         self.rows: dict[str, list[Tensor]] = defaultdict(list)
         self.mass: dict[str, list[Tensor]] = defaultdict(list)
+        self.targets: dict[tuple[int, float], list[Tensor]] = defaultdict(list)
         self.inclusion = {tables: Inclusion() for tables in settings.tables}
         self.count = 0
 
@@ -158,5 +189,7 @@ class Measures:
         ):
             for name, tensor in theirs.items():
                 mine[name].append(tensor)
+        for target, found in layer.targets.items():
+            self.targets[target].append(found)
         for tables, inclusion in layer.inclusion.items():
             self.inclusion[tables].include(inclusion)

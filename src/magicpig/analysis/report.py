@@ -133,6 +133,8 @@ def page(results: Results, pictures: dict[str, bytes]) -> str:
         _figure("heads.png", pictures),
         _figure("layers.png", pictures),
         error_table(results),
+        "<h2>Errors that are asked for</h2>",
+        _target_table(results),
         "<h2>Mass of the top keys</h2>",
         _figure("mass.png", pictures),
         _mass_table(results),
@@ -188,6 +190,20 @@ def error_rows(results: Results) -> list[list[str]]:
 def error_table(results: Results) -> str:
     header = ["method", "far keys read", "mean error", "median", "p90", "p99"]
     return _table(header, error_rows(results))
+
+
+def _target_table(results: Results) -> str:
+    header = ["bits", "target", "predicted", "mean error", "median", "p90", "p99"]
+    rows = [
+        [
+            str(row["bits_per_dim"]),
+            f"{row['target']:g}",
+            *(f"{row[figure]:.3f}" for figure in ("predicted", "mean", "median", "p90", "p99")),
+            *(f"{100 * row[figure]:.2f} %" for figure in ("share", "least", "most")),
+        ]
+        for row in results["targets"]
+    ]
+    return _table([*header, "far keys read", "5 % of heads less than", "5 % more than"], rows)
 
 
 def _mass_table(results: Results) -> str:

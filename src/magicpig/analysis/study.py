@@ -58,6 +58,7 @@ def analyze(
         "about": about,
         "observations": observations.rows(reader.layers, {**numbers, **mean_keys.result()}),
         "errors": summary.errors(measures, reader.layers, about["sampled_layers"]),
+        "targets": summary.targets(measures, reader.layers, about["sampled_layers"]),
         "heads": summary.heads(measures, reader.layers),
         "inclusion": [
             {"bits_per_table": bits, "num_tables": tables, "bins": inclusion.result()}

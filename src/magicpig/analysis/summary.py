@@ -44,6 +44,32 @@ def errors(measures: Measures, layers: list[int], sampled: list[int]) -> list[Re
     return found
 
 
+def targets(measures: Measures, layers: list[int], sampled: list[int]) -> list[Results]:
+    """A row for every error that was asked for, over queries and heads of the sampled layers.
+
+    mean, median, p90, p99: of the error. predicted: its mean. share: of the far keys, read; least,
+    most: 5 % of heads and queries read less, or more.
+    """
+    found = []
+    chosen = [i for i, layer in enumerate(layers) if layer in sampled]
+    for (bits, error), tensors in measures.targets.items():
+        parts = torch.stack(tensors).view(-1, len(layers), *tensors[0].shape)[:, chosen]
+        errors, predicted, shares = parts.transpose(0, 2).flatten(1).double()
+        least, most = shares.quantile(torch.tensor([0.05, 0.95]).double()).tolist()
+        found.append(
+            {
+                "bits_per_dim": bits,
+                "target": error,
+                **statistics(errors),
+                "predicted": predicted.mean().item(),
+                "share": shares.mean().item(),
+                "least": least,
+                "most": most,
+            }
+        )
+    return found
+
+
 def stacked(tensors: list[Tensor], num_layers: int) -> Tensor:
     """[inputs, layers, positions, heads]."""
     positions, heads = tensors[0].shape
