@@ -79,8 +79,9 @@ class LLM:
 
     model: a built-in name ("smollm2"), a local folder, a name on the Hugging Face hub, or a model
         that magicpig.models.load gave; the LLM then has it for itself.
-    method: how decode steps attend to the far context: "lsh" samples it, "full" reads all of it;
-        parameters may follow, as in "lsh:10:150" or "quest:16:4%" (docs/methods.md has all).
+    method: how decode steps attend to the far context: "scan" and "lsh" sample it, "full" reads all
+        of it; parameters may follow, as in "lsh:10:150" or "quest:16:4%" (docs/methods.md has all).
+        None: "scan", or "lsh" where lsh is given.
     lsh, dense_layers, window: see LSHConfig, WindowConfig; dense layers read every row, None means
         the first and the middle one.
     device, dtype: see magicpig.models.load.
@@ -92,7 +93,7 @@ class LLM:
         self,
         model: str | LoadedModel = "smollm2",
         *,
-        method: str | Method = "lsh",
+        method: str | Method | None = None,
         lsh: LSHConfig | None = None,
         dense_layers: Sequence[int] | None = None,
         window: WindowConfig | None = None,

@@ -63,8 +63,11 @@ class Plan:
         return new
 
 
+DEFAULT_METHOD = "scan"
+
+
 def make_plan(
-    method: str | Method,
+    method: str | Method | None,
     num_layers: int,
     lsh: LSHConfig | None = None,
     dense_layers: Sequence[int] | None = None,
@@ -72,12 +75,15 @@ def make_plan(
 ) -> Plan:
     """The plan of a method for a model of so many layers.
 
-    method: a spec like "lsh" or "quest:16:4%", or a method.
+    method: a spec like "lsh" or "quest:16:4%", or a method; None: DEFAULT_METHOD, or "lsh" where
+        its hash tables are given.
     lsh: the hash tables of "lsh" where its spec does not say.
     dense_layers: layers that always read every row; None: the first and the middle one of those
         with full attention.
     full_layers: these; None: all.
     """
+    if method is None:
+        method = DEFAULT_METHOD if lsh is None else "lsh"
     if isinstance(method, str):
         spec = method
         method = parse(spec)

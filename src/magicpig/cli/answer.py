@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from magicpig.attention.base import Method
 from magicpig.attention.lsh import Lsh
+from magicpig.attention.plan import DEFAULT_METHOD
 from magicpig.attention.registry import parse
 from magicpig.context import Context
 from magicpig.document import Document
@@ -54,7 +55,9 @@ def load_llm(context: Path | None, options: dict[str, Any], device: str) -> LLM:
 
 def _method(known: dict[str, Any], options: dict[str, Any]) -> Method:
     """As options say, and where they leave parameters open, as a saved context was made."""
-    spec, saved = options["method"], known.get("method", "lsh")
+    tables = any(options[name] is not None for name in ("bits_per_table", "num_tables"))
+    spec = options["method"]
+    saved = known.get("method", "lsh" if tables else DEFAULT_METHOD)
     method = parse(saved if spec in (None, saved.partition(":")[0]) else spec)
     for name in ("bits_per_table", "num_tables"):
         if isinstance(method, Lsh):

@@ -57,10 +57,12 @@ def generate(
     n: Annotated[int, option(SAMPLING, "-n", help="So many answers.")] = 1,
     method: Annotated[
         str | None,
-        option(ATTENTION, help="lsh, scan, full, topk:2%, quest:16:4% ...: docs/methods.md. (lsh)"),
+        option(
+            ATTENTION, help="scan, lsh, full, topk:2%, quest:16:4% ...: docs/methods.md. (scan)"
+        ),
     ] = None,
-    bits_per_table: Annotated[int | None, option(ATTENTION, help="K of the paper. (10)")] = None,
-    num_tables: Annotated[int | None, option(ATTENTION, help="L of the paper. (150)")] = None,
+    bits_per_table: Annotated[int | None, option(ATTENTION, help="K of lsh. (10)")] = None,
+    num_tables: Annotated[int | None, option(ATTENTION, help="L of lsh. (150)")] = None,
     dense_layers: Annotated[
         str | None,
         option(ATTENTION, help="Layers that read all, like 0,15. (first, middle)"),

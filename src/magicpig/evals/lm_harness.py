@@ -40,6 +40,7 @@ except ModuleNotFoundError as error:
         f"{error}: the lm-evaluation-harness comes with pip install 'magicpig[lm-eval]'"
     ) from error
 
+from magicpig.attention.plan import DEFAULT_METHOD
 from magicpig.config import Strict, check_int
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sequence import Request
@@ -68,7 +69,7 @@ class ModelArgs(Strict):
     """
 
     pretrained: str | LoadedModel = "smollm2"
-    method: str = "lsh"
+    method: str = DEFAULT_METHOD
     dense_layers: int | Sequence[int] | None = None
     device: str = "auto"
     dtype: str = "auto"

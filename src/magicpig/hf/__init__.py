@@ -83,7 +83,7 @@ def _implementations(model: PreTrainedModel) -> dict[str, Any]:
 @contextmanager
 def enable(
     model: PreTrainedModel,
-    method: str | Method = "lsh",
+    method: str | Method | None = None,
     *,
     lsh: LSHConfig | None = None,
     dense_layers: Sequence[int] | None = None,

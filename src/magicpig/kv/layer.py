@@ -173,7 +173,8 @@ class LayerKV:
 
         Per head: row ids (int32, ascending) and the logs of the probabilities that each was drawn
         (float32). Rows of segments without an index are all there, with probability 1. With a
-        target_error and a softcap, which is not known here, attend may read a few rows more or less.
+        target_error and a softcap, which is not known here, attend may read a few rows more or
+        less.
         """
         queries = check_tensor("queries", queries, (self.num_heads, self.head_dim)).contiguous()
         scale = _number("scale", scale, self.head_dim**-0.5, MAX_SCALE)
