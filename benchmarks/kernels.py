@@ -98,13 +98,13 @@ def time_attend(kvs: list[LayerKV], exact: bool, seconds: float, roofs: Roofs) -
     sets = torch.randn(QUERY_SETS, batch, HEADS, DIM, generator=generator).bfloat16()
     out, lse = torch.empty(batch, HEADS, DIM), torch.empty(batch, HEADS)
     rows = torch.empty(batch, HEADS, dtype=torch.int64)
-    predicted = torch.empty(batch, HEADS)
+    visited, predicted = torch.empty_like(rows), torch.empty(batch, HEADS)
     natives = [kv._native for kv in kvs]
 
     def once(queries: torch.Tensor) -> tuple[float, float, float, int]:
         start = time.perf_counter()
         draw, drawn, whole, _ = _native.attend(
-            natives, queries, DIM**-0.5, 0.0, exact, out, lse, rows, predicted
+            natives, queries, DIM**-0.5, 0.0, exact, out, lse, rows, visited, predicted
         )
         return time.perf_counter() - start, draw, drawn + whole, int(rows.sum())
 

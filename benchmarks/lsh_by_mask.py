@@ -19,7 +19,8 @@ from torch import Tensor
 
 from magicpig import LSHConfig, reference
 from magicpig.attention.registry import register
-from magicpig.attention.tensor_method import NearAndFar, Scoring
+from magicpig.attention.scoring import Scoring
+from magicpig.attention.tensor_method import NearAndFar
 from magicpig.cli import main
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.tensor_layer import TensorLayer

@@ -45,10 +45,10 @@ def name_of(index: Index) -> str:
 def attended(kv: LayerKV, queries: Tensor, scale: float) -> tuple[float, float, float, Tensor]:
     """Seconds, thread-seconds of drawing and of rows, and rows read by each head."""
     out, lse = torch.empty(1, *queries.shape), torch.empty(1, len(queries))
-    rows = torch.empty(1, len(queries), dtype=torch.int64)
+    rows, visited = torch.empty(2, 1, len(queries), dtype=torch.int64)
     start = time.perf_counter()
     draw, drawn, whole, _ = _native.attend(
-        [kv._native], queries[None], scale, 0.0, False, out, lse, rows, torch.empty(1, len(queries))
+        [kv._native], queries[None], scale, 0.0, False, out, lse, rows, visited, lse.clone()
     )
     return time.perf_counter() - start, draw, drawn + whole, rows[0]
 

@@ -89,12 +89,10 @@ void read(const LayerKV& kv, size_t first, const Rows& keys, const Rows& values)
   read_checked(kv.geometry(), runs_of(*segments), first, keys, values);
 }
 
-std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::vector<const LayerKV*>& batch,
-                                                                     const Array& queries, float scale, float softcap,
-                                                                     bool exact, const Out<float, 3>& out,
-                                                                     const Out<float, 2>& lse,
-                                                                     const Out<int64_t, 2>& rows_read,
-                                                                     const Out<float, 2>& predicted) {
+std::tuple<double, double, double, std::vector<size_t>> attend_batch(
+    const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap, bool exact,
+    const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
+    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted) {
   if (batch.empty()) refuse("kvs must not be empty");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   if (!(softcap >= 0 && softcap <= 1e6f)) refuse("softcap must be from 0 to 1e6");
@@ -103,10 +101,10 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
   for (const LayerKV* kv : batch)
     if (!same(geometry, kv->geometry())) refuse("kvs must agree in heads, head_dim, dtype and index");
   const size_t size = batch.size(), heads = geometry.num_heads;
-  if (out.shape(0) != size || out.shape(1) != heads || out.shape(2) != geometry.head_dim || lse.shape(0) != size ||
-      lse.shape(1) != heads || rows_read.shape(0) != size || rows_read.shape(1) != heads ||
-      predicted.shape(0) != size || predicted.shape(1) != heads) {
-    refuse("out, lse, rows_read and predicted must match the batch");
+  const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
+  if (!per_head(out) || out.shape(2) != geometry.head_dim || !per_head(lse) || !per_head(rows_read) ||
+      !per_head(visited) || !per_head(predicted)) {
+    refuse("out, lse, rows_read, visited and predicted must match the batch");
   }
   const char* data = query_data(queries, size, geometry);
   const RowType type = type_of(queries, "queries");
@@ -118,7 +116,7 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(const std::
     runs.push_back(runs_of(*snapshots.back()));
   }
   const Timing timing = attend(geometry, runs, data, type, {scale, softcap}, exact,
-                               {out.data(), lse.data(), rows_read.data(), nullptr, predicted.data()});
+                               {out.data(), lse.data(), rows_read.data(), visited.data(), predicted.data()});
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
   return {timing.draw, timing.drawn, timing.exact, tokens};
@@ -253,8 +251,10 @@ NB_MODULE(_native, m) {
 
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
   m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
-        "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(), "predicted"_a.noconvert(),
-        "Fills out, lse, rows_read and, where there is a target error, predicted; returns the thread-seconds of "
+        "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(), "visited"_a.noconvert(),
+        "predicted"_a.noconvert(),
+        "Fills out, lse, rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; "
+        "returns the thread-seconds of "
         "drawing, of attention over drawn rows and over rows "
         "read whole, and the tokens of each kv.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "scale"_a,

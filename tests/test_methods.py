@@ -15,7 +15,7 @@ from magicpig import LSHConfig, WindowConfig, reference
 from magicpig.attention.mass import attention_mass
 from magicpig.attention.quest import Quest
 from magicpig.attention.registry import parse
-from magicpig.attention.tensor_method import Scoring
+from magicpig.attention.scoring import Scoring
 from magicpig.evals.harness import Harness
 from magicpig.kv.base import LayerShape
 from magicpig.kv.cost import Cost

@@ -63,9 +63,9 @@ class LayerKV:
 def empty_bytes(bytes: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
     """Memory for a segment that is made elsewhere; contents undefined."""
 
-def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], predicted: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, float, list[int]]:
+def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], visited: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], predicted: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')]) -> tuple[float, float, float, list[int]]:
     """
-    Fills out, lse, rows_read and, where there is a target error, predicted; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.
+    Fills out, lse, rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.
     """
 
 def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:

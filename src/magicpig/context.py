@@ -78,7 +78,8 @@ class Context:
         if document.parts(llm.tokenizer, "")[0] != token_ids:
             raise StoreError(f"{str(path)!r} was made with another tokenizer or chat template")
         kv, _ = store.load(path)
-        return cls(document, token_ids, llm.engine.runner.plan.adopt(kv))
+        runner = llm.engine.runner
+        return cls(document, token_ids, runner.plan.adopt(kv, runner.device))
 
 
 def _check_model(llm: LLM, path: Path, about: dict[str, Any]) -> None:

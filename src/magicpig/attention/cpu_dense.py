@@ -11,7 +11,7 @@ from typing import ClassVar
 from magicpig.attention.base import Method
 from magicpig.config import WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
-from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.hybrid_layer import new_layer
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CpuDense(Method):
     exact: ClassVar[bool] = True
 
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:
-        return NativeLayer(shape, None, window)
+        return new_layer(shape, None, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
         return 0

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from magicpig.attention.tensor_method import NearAndFar, Scoring, attend_to_all
+from magicpig.attention.scoring import Scoring, attend_to_all
+from magicpig.attention.tensor_method import NearAndFar
 from magicpig.config import WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.far_tokens import FarTokens

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from magicpig.attention.base import check_share, share_of
-from magicpig.attention.tensor_method import Scoring, TensorMethod
+from magicpig.attention.scoring import Scoring
+from magicpig.attention.tensor_method import TensorMethod
 from magicpig.kv.base import LayerShape
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.seats import Seats

@@ -13,7 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from magicpig.attention.full import spend_on_all
-from magicpig.attention.tensor_method import NearAndFar, Scoring, attend_to_all
+from magicpig.attention.scoring import Scoring, attend_to_all
+from magicpig.attention.tensor_method import NearAndFar
 from magicpig.kv.base import LayerShape
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.tensor_layer import TensorLayer

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from magicpig.attention.base import check_share, share_of
-from magicpig.attention.tensor_method import Choice, ChoosingMethod, Scoring, best
+from magicpig.attention.scoring import Scoring
+from magicpig.attention.tensor_method import Choice, ChoosingMethod, best
 from magicpig.kv.base import LayerShape
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.tensor_layer import TensorLayer

@@ -8,7 +8,7 @@ from typing import ClassVar
 from magicpig.attention.base import Method
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
-from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.hybrid_layer import new_layer
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lsh(Method):
         )
 
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:
-        return NativeLayer(shape, self.index, window)
+        return new_layer(shape, self.index, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
         buckets = (1 + tokens // 65536) << self.bits_per_table

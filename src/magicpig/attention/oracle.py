@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from magicpig.attention.base import check_share, share_of
-from magicpig.attention.tensor_method import Choice, ChoosingMethod, Scoring
+from magicpig.attention.scoring import Scoring
+from magicpig.attention.tensor_method import Choice, ChoosingMethod
 from magicpig.attention.topk import all_scores_cost
 from magicpig.config import check_int
 from magicpig.kv.base import LayerShape

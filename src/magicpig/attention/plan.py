@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from magicpig.attention.base import Method
 from magicpig.attention.full import Full
@@ -11,6 +13,7 @@ from magicpig.attention.lsh import Lsh
 from magicpig.attention.registry import parse
 from magicpig.config import LSHConfig, WindowConfig, check_int
 from magicpig.kv.base import LayerShape, SequenceLayer
+from magicpig.kv.hybrid_layer import new_layer
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.sequence import SequenceKV
 
@@ -34,27 +37,31 @@ class Plan:
     ) -> SequenceLayer:
         """An empty sequence in a model's layer; span: of sliding attention."""
         if span:
-            return NativeLayer(shape, None, window, span)
+            return new_layer(shape, None, window, span)
         new = self.of(layer).new_layer(shape, window, layer)
         new.dense = layer in self.dense_layers
         return new
 
-    def adopt(self, sequence: SequenceKV) -> SequenceKV:
-        """The same tokens as this plan keeps them; rows are shared where they can be."""
+    def adopt(self, sequence: SequenceKV, device: torch.device | None = None) -> SequenceKV:
+        """The same tokens as this plan keeps them; rows are shared where they can be.
+
+        device: the model's; None: as it was.
+        """
         layers = [
-            self._adopted(i, layer) if isinstance(layer, SequenceLayer) else layer
+            self._adopted(i, layer, device or layer.shape.device)
+            if isinstance(layer, SequenceLayer)
+            else layer
             for i, layer in enumerate(sequence.layers)
         ]
         return SequenceKV(layers, sequence.num_tokens).fork()
 
-    def _adopted(self, i: int, layer: SequenceLayer) -> SequenceLayer:
-        if layer.span:
-            return layer
-        new = self.new_layer(i, layer.shape, layer.config)
+    def _adopted(self, i: int, layer: SequenceLayer, device: torch.device) -> SequenceLayer:
+        shape = replace(layer.shape, device=device)
+        new = self.new_layer(i, shape, layer.config, layer.span)
         if new.kind == layer.kind:
             new = layer.fork()
         elif isinstance(new, NativeLayer) and isinstance(layer, NativeLayer):
-            new = layer.with_index(new.far.index)
+            new.take(layer)
         else:
             if layer.evicts:
                 raise ValueError("tokens of the text were evicted: read it again")

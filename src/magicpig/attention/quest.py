@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from magicpig.attention.base import check_share, share_of
-from magicpig.attention.tensor_method import Choice, ChoosingMethod, Scoring, best
+from magicpig.attention.scoring import Scoring
+from magicpig.attention.tensor_method import Choice, ChoosingMethod, best
 from magicpig.config import check_int
 from magicpig.kv.base import LayerShape
 from magicpig.kv.far_tokens import FarTokens

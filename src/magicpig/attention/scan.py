@@ -8,7 +8,7 @@ from typing import ClassVar
 from magicpig.attention.base import Method
 from magicpig.config import ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
-from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.hybrid_layer import new_layer
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scan(Method):
         )
 
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:
-        return NativeLayer(shape, self.index, window)
+        return new_layer(shape, self.index, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
         return shape.num_kv_heads * tokens * (shape.head_dim * self.bits_per_dim // 8 + 8)

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from magicpig.attention.tensor_method import Scoring, TensorMethod, attend_to_windows
+from magicpig.attention.scoring import Scoring
+from magicpig.attention.tensor_method import TensorMethod, attend_to_windows
 from magicpig.kv.far_tokens import FarTokens
 from magicpig.kv.seats import Seats
 from magicpig.kv.tensor_layer import TensorLayer

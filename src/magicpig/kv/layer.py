@@ -9,6 +9,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,12 +36,14 @@ class AttendStats:
     """What an attend read.
 
     rows: int64 [num_heads], key/value rows per query head. num_tokens: of the sequence then.
+    visited: int64 [num_heads], entries of hash buckets that were walked through.
     predicted_error: float32 [num_heads], of the output, relative to its norm; None unless the index
         has a target_error.
     """
 
     rows: Tensor
     num_tokens: int
+    visited: Tensor
     predicted_error: Tensor | None = None
 
     @property
@@ -213,9 +216,16 @@ class LayerKV:
         )
 
 
-def read_tokens(
-    source: _native.LayerKV | _native.Window, like: LayerKV, first: int, count: int
-) -> tuple[Tensor, Tensor]:
+class Rows(Protocol):
+    """Tokens that can be copied: a native LayerKV's or a window's."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def read(self, first: int, keys: Tensor, values: Tensor, /) -> None: ...
+
+
+def read_tokens(source: Rows, like: LayerKV, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Copies of keys and values [num_kv_heads, count, head_dim] of native rows shaped as `like`."""
     if first < 0 or count < 0 or first + count > source.num_tokens:
         raise ValueError(
@@ -281,15 +291,16 @@ def _attend(
     scale = _number("scale", scale, kvs[0].head_dim ** -0.5, MAX_SCALE)
     softcap = _number("softcap", softcap, 0.0, MAX_SOFTCAP)
     out = torch.empty(queries.shape, dtype=torch.float32)
-    lse = torch.empty(queries.shape[:2], dtype=torch.float32)
-    rows = torch.empty(queries.shape[:2], dtype=torch.int64)
-    predicted = torch.zeros(queries.shape[:2], dtype=torch.float32)
+    lse, predicted = torch.empty(queries.shape[:2]), torch.zeros(queries.shape[:2])
+    rows, visited = torch.zeros(2, *queries.shape[:2], dtype=torch.int64)
     natives = [kv._native for kv in kvs]
     *_, tokens = _native.attend(
-        natives, queries.contiguous(), scale, softcap, exact, out, lse, rows, predicted
+        natives, queries.contiguous(), scale, softcap, exact, out, lse, rows, visited, predicted
     )
     index = kvs[0].index
     predicts = isinstance(index, ScanConfig) and index.target_error is not None
     for i, kv in enumerate(kvs):
-        kv.last_stats = AttendStats(rows[i], tokens[i], predicted[i] if predicts else None)
+        kv.last_stats = AttendStats(
+            rows[i], tokens[i], visited[i], predicted[i] if predicts else None
+        )
     return out, lse

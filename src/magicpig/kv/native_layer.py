@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,13 @@ class NativeLayer(SequenceLayer):
         self.span = span
         index = None if span else index
         self.far = LayerKV(shape.num_heads, shape.num_kv_heads, shape.head_dim, index, shape.dtype)
-        self.window = _native.Window(self.far._native)
+        self.window: _native.Window = self._new_window()
         self._next_far: Future[LayerKV] | None = None
         self._builder_process = 0
         self._book(Cost())
+
+    def _new_window(self) -> Any:
+        return _native.Window(self.far._native)
 
     @classmethod
     def step(
@@ -78,7 +82,7 @@ class NativeLayer(SequenceLayer):
 
     @property
     def kind(self) -> object:
-        return NativeLayer, self.far.index, self.span
+        return type(self), self.far.index, self.span
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +118,11 @@ class NativeLayer(SequenceLayer):
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         before = self.window.num_tokens
-        if keys.shape[1] and not self.window.append(keys.cpu(), values.cpu()):
+        if not keys.shape[1]:
+            return
+        if isinstance(self.window, _native.Window):
+            keys, values = keys.cpu(), values.cpu()
+        if not self.window.append(keys, values):
             self.window.drop(before, keys.shape[1])
             raise ValueError("keys or values are NaN or infinite, or their norm exceeds 1e18")
 
@@ -174,23 +182,21 @@ class NativeLayer(SequenceLayer):
         return other
 
     def empty(self) -> NativeLayer:
-        return NativeLayer(self.shape, self.far.index, self.config, self.span)
+        return type(self)(self.shape, self.far.index, self.config, self.span)
 
-    def with_index(self, index: IndexConfig | None) -> NativeLayer:
-        """The same tokens with another index over the far context, or none; rows are shared."""
-        if self.span or index == self.far.index:
-            return self.fork()
-        self.settle(wait=True)
-        far = self.far
-        other = NativeLayer(self.shape, index, self.config)
-        if index is None:
-            for i, num_tokens in enumerate(far.segment_sizes):
-                rows, tables = far._native.segment_memory(i)
-                other.far._native.adopt(num_tokens, rows, tables[:0])
+    def take(self, other: NativeLayer) -> None:
+        """An empty layer gets the tokens of another, which may have another index, or its window
+        elsewhere; rows are shared where they can be."""
+        other.settle(wait=True)
+        if self.far.index == other.far.index:
+            self._replace_far(other.far.fork())
+        elif self.far.index is None:
+            for i, num_tokens in enumerate(other.far.segment_sizes):
+                rows, tables = other.far._native.segment_memory(i)
+                self.far._native.adopt(num_tokens, rows, tables[:0])
         else:
-            other.far.append(*far.read())
-        other._append(*self.read_window())
-        return other
+            self.far.append(*other.far.read())
+        self._append(*other.read_window())
 
     @property
     def nbytes(self) -> SequenceBytes:

@@ -1,4 +1,8 @@
-"""Seats: the windows of sequences that step together, as one tensor."""
+"""Seats: the windows of sequences that step together, as one tensor.
+
+For windows in the memory of the model's device. A sequence that steps with others than last time
+moves, with its window, to new seats.
+"""
 
 from __future__ import annotations
 
@@ -73,3 +77,30 @@ class Seats:
         lengths = torch.tensor(self.lengths, device=keys.device)
         hidden = torch.arange(longest, device=keys.device) >= lengths[:, None]
         return keys, values, hidden[:, None]
+
+
+class Sitter:
+    """Who has a seat."""
+
+    seats: Seats
+    seat: int
+
+    def sit(self, seats: Seats, seat: int) -> None:
+        self.seats, self.seat = seats, seat
+
+    def leave(self) -> None:
+        """Before it sits elsewhere: takes what was left with the seats."""
+
+
+def together(sitters: Sequence[Sitter]) -> Seats:
+    """The seats of exactly these, in this order."""
+    seats = sitters[0].seats
+    if len(seats.lengths) == len(sitters) and all(
+        sitter.seats is seats and sitter.seat == i for i, sitter in enumerate(sitters)
+    ):
+        return seats
+    seats = Seats([sitter.seats.window(sitter.seat) for sitter in sitters])
+    for i, sitter in enumerate(sitters):
+        sitter.leave()
+        sitter.sit(seats, i)
+    return seats

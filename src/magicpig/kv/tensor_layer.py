@@ -17,13 +17,13 @@ from torch import Tensor
 from magicpig.config import WindowConfig
 from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
 from magicpig.kv.cost import Cost
-from magicpig.kv.seats import Seats
+from magicpig.kv.seats import Seats, Sitter, together
 
 if TYPE_CHECKING:
     from magicpig.attention.tensor_method import TensorMethod
 
 
-class TensorLayer(SequenceLayer):
+class TensorLayer(SequenceLayer, Sitter):
     """method: attends, and says what is kept of the far context. layer: its place in the model.
 
     far: a batch of one. far_seen: tokens that became far, whatever was kept of them.
@@ -44,12 +44,9 @@ class TensorLayer(SequenceLayer):
         self.far = method.store(shape, empty, empty)
         self.far_seen = 0
         self.state: Any = method.new_state(self)
-        self._sit(Seats([(empty, empty)]), 0)
+        self.sit(Seats([(empty, empty)]), 0)
         self._spent: Counter[str] = Counter()
         self._near_rows = 0
-
-    def _sit(self, seats: Seats, seat: int) -> None:
-        self.seats, self.seat = seats, seat
 
     @classmethod
     def step(
@@ -62,30 +59,16 @@ class TensorLayer(SequenceLayer):
         softcap: float | None,
     ) -> Tensor:
         with torch.inference_mode():
-            seats = cls._together(layers)
+            seats = together(layers)
             seats.append(keys.to(seats.keys), values.to(seats.keys))
             out = layers[0].method.attend(layers, seats, queries.float(), scale, softcap)
             for layer in layers:
                 layer._near_rows += layer.shape.num_heads * seats.lengths[layer.seat]
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
-    @staticmethod
-    def _together(layers: Sequence[TensorLayer]) -> Seats:
-        """The seats of exactly these layers, in this order."""
-        seats = layers[0].seats
-        if len(seats.lengths) == len(layers) and all(
-            layer.seats is seats and layer.seat == i for i, layer in enumerate(layers)
-        ):
-            return seats
-        seats = Seats([layer.seats.window(layer.seat) for layer in layers])
-        for i, layer in enumerate(layers):
-            layer._collect()
-            layer._sit(seats, i)
-        return seats
-
     @torch.inference_mode()
-    def _collect(self) -> None:
-        """Takes over what the steps left with the seats."""
+    def leave(self) -> None:
+        """Takes over what the steps left with the seats: their cost, and the method's sums."""
         self.spend_rows(int(self.seats.drawn[self.seat]))
         self.seats.drawn[self.seat] = 0
         self.method.collect(self)
@@ -108,7 +91,7 @@ class TensorLayer(SequenceLayer):
 
     @torch.inference_mode()
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
-        self._collect()
+        self.leave()
         window_keys, window_values = self.read_window()
         keys = torch.cat([window_keys, keys.to(window_keys)], 1)
         values = torch.cat([window_values, values.to(window_values)], 1)
@@ -123,7 +106,7 @@ class TensorLayer(SequenceLayer):
             self._sit_alone(*self.read_window())  # in memory of a window's size
 
     def _sit_alone(self, keys: Tensor, values: Tensor) -> None:
-        self._sit(Seats([(keys, values)]), 0)
+        self.sit(Seats([(keys, values)]), 0)
 
     @torch.inference_mode()
     def settle(self, wait: bool = False) -> None:
@@ -133,7 +116,7 @@ class TensorLayer(SequenceLayer):
 
     def _move(self, count: int) -> None:
         """The oldest tokens behind the sinks become far."""
-        self._collect()
+        self.leave()
         keys, values = self.seats.window(self.seat)
         part = slice(self.config.sinks, self.config.sinks + count)
         self.far_seen += count
@@ -164,10 +147,10 @@ class TensorLayer(SequenceLayer):
 
     @torch.inference_mode()
     def fork(self) -> TensorLayer:
-        self._collect()
+        self.leave()
         other = copy.copy(self)
         other.state = copy.deepcopy(self.state)
-        other._sit(Seats([self.seats.window(self.seat)]), 0)
+        other.sit(Seats([self.seats.window(self.seat)]), 0)
         other._spent, other._near_rows = Counter(), 0
         return other
 
@@ -181,7 +164,7 @@ class TensorLayer(SequenceLayer):
 
     @property
     def cost(self) -> Cost:
-        self._collect()
+        self.leave()
         return Cost(**self._spent)
 
     @property

@@ -1,0 +1,112 @@
+"""HybridLayer: the window where the model computes, the far context in CPU memory.
+
+A step appends to the window and attends to it on the device, while the native core attends to the
+far context; both parts merge on the device. Only queries leave it, and partial results come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicpig import _native
+from magicpig.attention.merge import merge
+from magicpig.attention.scoring import Scoring, attend_to_all
+from magicpig.config import IndexConfig, WindowConfig
+from magicpig.kv.base import LayerShape
+from magicpig.kv.device_window import DeviceWindow
+from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.seats import Seats, together
+
+
+class HybridLayer(NativeLayer):
+    """As NativeLayer, for models on other devices than the CPU."""
+
+    window: DeviceWindow  # type: ignore[assignment]
+
+    def _new_window(self) -> DeviceWindow:
+        return DeviceWindow(self.shape)
+
+    @classmethod
+    def step(  # type: ignore[override]
+        cls,
+        layers: Sequence[HybridLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        with torch.inference_mode():
+            asked = _Sent(queries)
+            seats = together([layer.window for layer in layers])
+            seats.append(keys.to(seats.keys), values.to(seats.keys))
+            near = _attend_to_windows(seats, queries.float(), scale, softcap, layers[0].span)
+            far = _attend_far(layers, asked, scale, softcap)
+            out = merge(*near, *far)[0] if far else near[0]
+        return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
+
+
+class _Sent:
+    """A tensor on its way to the CPU; the device works on meanwhile."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._tensor = tensor.cpu().contiguous()
+
+    def arrived(self) -> Tensor:
+        if self._event:
+            self._event.synchronize()
+        return self._tensor
+
+
+def _attend_to_windows(
+    seats: Seats, queries: Tensor, scale: float, softcap: float | None, span: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the windows, or over the newest `span` tokens of each."""
+    keys, values, hidden = seats.tokens
+    if span and max(seats.lengths) > span:
+        firsts = torch.tensor([max(0, n - span) for n in seats.lengths], device=keys.device)
+        old = (torch.arange(keys.shape[2], device=keys.device) < firsts[:, None])[:, None]
+        hidden = old if hidden is None else hidden | old
+    return attend_to_all(queries, keys, values, Scoring(scale, softcap), hidden)
+
+
+def _attend_far(
+    layers: Sequence[HybridLayer], asked: _Sent, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor] | None:
+    """Output and log-sum-exp over the far contexts, on the device; None where there are none."""
+    device = layers[0].shape.device
+    if not any(layer.far.num_tokens for layer in layers):
+        for layer in layers:
+            layer.window.count(0, 0, 0)
+        return None
+    queries = asked.arrived()
+    pinned = device.type == "cuda"
+    out = torch.empty(queries.shape, dtype=torch.float32, pin_memory=pinned)
+    lse = torch.empty(queries.shape[:2], dtype=torch.float32, pin_memory=pinned)
+    rows, visited = torch.zeros(2, *queries.shape[:2], dtype=torch.int64)
+    far = [layer.far._native for layer in layers]
+    *_, tokens = _native.attend(
+        far, queries, scale, softcap or 0.0, False, out, lse, rows, visited, torch.zeros_like(lse)
+    )
+    counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
+    for layer, *count in counts:
+        layer.window.count(*count)
+    return out.to(device, non_blocking=True), lse.to(device, non_blocking=True)
+
+
+def new_layer(
+    shape: LayerShape, index: IndexConfig | None, window: WindowConfig, span: int | None = None
+) -> NativeLayer:
+    """A layer whose far context the native core keeps, for the device that the model is on."""
+    kind = NativeLayer if shape.device.type == "cpu" else HybridLayer
+    return kind(shape, index, window, span)
