@@ -19,6 +19,7 @@ class Method(Strict, ABC):
     exact: whether every row is read, in all layers.
     watches_prompts: whether layers want to know the attention that the prompt's tokens got.
     keeps_all: whether every token can be read again, or some are evicted.
+    on_host: whether far contexts are in host memory, whatever the model computes on.
     """
 
     name: ClassVar[str]
@@ -26,6 +27,7 @@ class Method(Strict, ABC):
     exact: ClassVar[bool] = False
     watches_prompts: ClassVar[bool] = False
     keeps_all: ClassVar[bool] = True
+    on_host: ClassVar[bool] = False
 
     @abstractmethod
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:

@@ -19,6 +19,7 @@ class CpuDense(Method):
     """Exact attention by the native core."""
 
     name: ClassVar[str] = "cpu-dense"
+    on_host: ClassVar[bool] = True
     exact: ClassVar[bool] = True
 
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:

@@ -16,6 +16,7 @@ class Lsh(Method):
     """The fields of LSHConfig, which checks them."""
 
     name: ClassVar[str] = "lsh"
+    on_host: ClassVar[bool] = True
     num_shown: ClassVar[int] = 2
 
     bits_per_table: int = LSHConfig.bits_per_table

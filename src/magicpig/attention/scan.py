@@ -16,6 +16,7 @@ class Scan(Method):
     """The fields of ScanConfig, which checks them."""
 
     name: ClassVar[str] = "scan"
+    on_host: ClassVar[bool] = True
     num_shown: ClassVar[int] = 2
 
     bits_per_dim: int = ScanConfig.bits_per_dim

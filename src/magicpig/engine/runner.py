@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,6 +117,13 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
 
 
+def _link(layers: Sequence[Any]) -> None:
+    """Layers with prompts in host memory: each fetches the next one's while it computes."""
+    on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
+    for layer, following in pairwise(on_host):
+        layer.following = following
+
+
 class Runner:
     """model: used by this runner alone from now on; its attention is ours."""
 
@@ -138,6 +146,7 @@ class Runner:
         self.plan = plan
         on_cpu = self.device.type == "cpu"
         self.part_tokens = PREFILL_TOKENS if on_cpu else PREFILL_TOKENS_ON_GPU
+        self.prompts_on_host = not on_cpu  # where the CPU keeps the far context
         self.window = window
         config = model.config.get_text_config(decoder=True)
         check_supported(config)
@@ -171,22 +180,34 @@ class Runner:
         """
         if known is not None:
             layers = [
-                BatchLayer.of(layer, known.num_tokens, len(prompt_ids))
+                BatchLayer.of(
+                    layer, known.num_tokens, len(prompt_ids), self._on_host(i) and not layer.span
+                )
                 if isinstance(layer, SequenceLayer)
                 else copy.deepcopy(layer)
-                for layer in known.layers
+                for i, layer in enumerate(known.layers)
             ]
+            _link(layers)
             return Prefill(prompt_ids, Cache(layers), known.num_tokens, self.part_tokens)
         layers = list(DynamicCache(config=self.model.config).layers)
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
                 new_row = partial(self._new_row, self.plan, i, None)
                 watched = self.plan.of(i).watches_prompts if watch is None else watch
-                layers[i] = BatchLayer(new_row, expected=len(prompt_ids), watch=watched)
+                layers[i] = BatchLayer(
+                    new_row,
+                    expected=len(prompt_ids),
+                    watch=watched,
+                    on_host=self._on_host(i),
+                )
             elif type(layer) is DynamicSlidingWindowLayer:
                 span = layer.sliding_window
                 layers[i] = BatchLayer(partial(self._new_row, self.plan, i, span), span)
+        _link(layers)
         return Prefill(prompt_ids, Cache(layers), part_tokens=self.part_tokens)
+
+    def _on_host(self, layer: int) -> bool:
+        return self.prompts_on_host and self.plan.of(layer).on_host
 
     def _new_row(self, plan: Plan, i: int, span: int | None, shape: LayerShape) -> SequenceLayer:
         return plan.new_layer(i, shape, self.window, span)

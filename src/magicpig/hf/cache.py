@@ -21,6 +21,7 @@ from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
 from magicpig.config import UnsupportedModel
 from magicpig.kv.base import LayerShape, SequenceLayer
+from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.prompt import Prompt, padded
 from magicpig.kv.sequence import step
 from magicpig.kv.tensor_layer import TensorLayer
@@ -108,6 +109,9 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     watch: whether to sum up the attention that the prompt's tokens get.
     expected: tokens that a prompt is likely to have.
     check: called before every use; raises when the layer may not be used (any more).
+    on_host: whether a prompt is kept in host memory while it is read; for batches of one.
+
+    following: the next layer with its prompt there, which is told when to fetch it.
     """
 
     is_croppable = True
@@ -119,16 +123,18 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         expected: int = 0,
         check: Callable[[], None] | None = None,
         watch: bool = False,
+        on_host: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.new_row, self.span, self.watch = new_row, span, watch
+        self.new_row, self.span, self.watch, self.on_host = new_row, span, watch, on_host
+        self.following: BatchLayer | None = None
         self.expected, self.check = expected, check
         self.is_sliding = span is not None
         self.num_heads = 0
         self.reset()
 
     def reset(self) -> None:
-        self.prompt: Prompt | None = None  # tokens are here ...
+        self.prompt: Prompt | HostPrompt | None = None  # tokens are here ...
         self.rows: list[SequenceLayer] = []  # ... or there
         self.known: list[SequenceLayer] = []  # the prompt's first tokens, where they were rows
         self.num_known = self.num_gathered = 0
@@ -137,24 +143,26 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self.mass: Tensor | None = None  # [batch, kv_heads, tokens] of the prompt, where watched
 
     @classmethod
-    def of(cls, row: SequenceLayer, num_tokens: int, expected: int) -> BatchLayer:
+    def of(
+        cls, row: SequenceLayer, num_tokens: int, expected: int, on_host: bool = False
+    ) -> BatchLayer:
         """A layer of a batch of one: a sequence that is left as it is, and goes on as another."""
         watch = isinstance(row, TensorLayer) and row.method.watches_prompts
-        layer = cls(lambda _: row.empty(), row.span, expected, watch=watch)
+        layer = cls(lambda _: row.empty(), row.span, expected, watch=watch, on_host=on_host)
         layer.rows, layer.num_seen = [row.fork()], num_tokens
         return layer
 
     def to_sequence(self) -> SequenceLayer:
         """The sequence of a batch of one."""
         if self.prompt:
-            self.to_rows(self.prompt.tensors[0])
+            self.to_rows(self.prompt.like)
         return self.rows[0]
 
     def to_sequences(self, new_rows: Sequence[NewRow]) -> list[SequenceLayer]:
         """The prompt of a batch of one, once for each; they share what they can."""
         assert not self.known
         if self.prompt:
-            shape = self._shape(self.prompt.tensors[0])
+            shape = self._shape(self.prompt.like)
             keys, values = self.prompt.row(0, 0, None)
             mass = None if self.mass is None else self.mass[0]
         else:  # of one token, which saw itself
@@ -209,6 +217,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self._gather(keys)
         assert self.prompt
         self.prompt.append(keys, values)
+        if self.following and self.following.prompt:
+            self.following.prompt.fetch(self.prompt.num_tokens)
         self.num_seen = self.num_gathered = self.num_seen + keys.shape[2]
         return self.prompt.tensors
 
@@ -232,6 +242,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                 if self.mass is not None:
                     mass[:, :, : self.mass.shape[2]] += self.mass
                 self.mass = mass
+            if self.prompt:
+                self.prompt.release()
             return out.transpose(1, 2)
         self.to_rows(keys, None if mask is None else _visible(mask))
         query, key, value = (tensor.squeeze(2) for tensor in (queries, keys, values))
@@ -280,9 +292,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         """Turns sequences back into a prompt, at the places where they stood."""
         if self.prompt:
             return
-        keep = self.span - 1 if self.span else None
         if not self.rows:
-            self.prompt = Prompt(keep, self.expected)
+            self.prompt = self._new_prompt()
             return
         if self.visible is not None:
             if any(row.evicts for row in self.rows):
@@ -293,11 +304,16 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             new = self.num_seen - self.visible.shape[1]
             decoded = torch.ones(len(self.rows), new, dtype=torch.bool)
             self.visible = torch.cat([self.visible, decoded], 1)
-        self.prompt = Prompt(keep, self.expected)
+        self.prompt = self._new_prompt()
         keys, values = padded([row.read() for row in self.rows], self.visible)
         self.prompt.append(keys.to(like), values.to(like))
         self.known, self.rows = self.rows, []
         self.num_known = self.num_gathered = self.num_seen
+
+    def _new_prompt(self) -> Prompt | HostPrompt:
+        if self.on_host:
+            return HostPrompt(self.expected)
+        return Prompt(self.span - 1 if self.span else None, self.expected)
 
     def get_seq_length(self) -> int:
         return self.num_seen
@@ -339,7 +355,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        batch = len(self.rows) or (len(self.prompt.tensors[0]) if self.prompt else 0)
+        batch = len(self.rows) or (len(self.prompt.like) if self.prompt else 0)
         self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
 

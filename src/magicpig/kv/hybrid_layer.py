@@ -14,7 +14,7 @@ from torch import Tensor
 from magicpig import _native
 from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
-from magicpig.config import IndexConfig, WindowConfig
+from magicpig.config import IndexConfig, LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.device_window import DeviceWindow
 from magicpig.kv.native_layer import NativeLayer
@@ -28,6 +28,11 @@ class HybridLayer(NativeLayer):
 
     def _new_window(self) -> DeviceWindow:
         return DeviceWindow(self.shape)
+
+    def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
+        if isinstance(self.far.index, LSHConfig):  # the device hashes much faster
+            keys, values = keys.to(self.shape.device), values.to(self.shape.device)
+        super().extend(keys, values, mass)
 
     @classmethod
     def step(  # type: ignore[override]

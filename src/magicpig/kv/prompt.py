@@ -42,6 +42,17 @@ class Prompt:
         old[:, :, first : self.num_tokens] = new
         return old
 
+    def fetch(self, room: int) -> None:
+        """Before the tokens are used: they are where they should be."""
+
+    def release(self) -> None:
+        """After they were used for now: they stay."""
+
+    @property
+    def like(self) -> Tensor:
+        """Of the kind of keys [batch, kv_heads, 0, dim] that are appended."""
+        return self.tensors[0][:, :, :0]
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Views of keys and values [batch, kv_heads, tokens, dim]."""

@@ -1,0 +1,61 @@
+"""Courier: copies between a device and host memory that go on beside the device's work."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+class Courier:
+    """For one device. On the CPU copies are made at once; there is nothing to go beside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
+
+    def send(self, source: Tensor, target: Tensor) -> Errand:
+        """Begins to copy one to the other, once what is asked of the device now is done.
+
+        Both contiguous, one of them in `host_memory`.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return Errand(None)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            for tensor in (source, target):
+                if tensor.is_cuda:
+                    tensor.record_stream(self._stream)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return Errand(event)
+
+
+class Errand:
+    """A copy on its way."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def before_device(self) -> None:
+        """What is asked of the device from now on waits for it; the caller does not."""
+        if self._event:
+            self._event.wait()
+
+    def before_host(self) -> None:
+        """Waits for it."""
+        if self._event:
+            self._event.synchronize()
+
+
+@lru_cache(maxsize=16)
+def courier(device: torch.device) -> Courier:
+    return Courier(device)

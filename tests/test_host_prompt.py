@@ -1,0 +1,81 @@
+"""Prompts that are kept in host memory while they are read: here in the code that GPUs run."""
+
+import pytest
+import torch
+from zoo import loaded
+
+from magicpig import LLM, SamplingParams, WindowConfig
+from magicpig.kv.host_prompt import HostPrompt
+from magicpig.kv.prompt import Prompt
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("expected", [0, 10, 100])
+def test_it_holds_what_a_prompt_holds(expected):
+    torch.manual_seed(0)
+    plain, on_host = Prompt(), HostPrompt(expected)
+    for tokens in (7, 1, 20, 3):
+        keys, values = torch.randn(2, 1, 3, tokens, 8)
+        for prompt in (plain, on_host):
+            prompt.append(keys, values)
+        for mine, theirs in zip(on_host.tensors, plain.tensors, strict=True):
+            assert torch.equal(mine, theirs)
+        if tokens != 20:
+            on_host.release()
+        on_host.fetch(on_host.num_tokens + 5)
+        for mine, theirs in zip(on_host.row(0, 2, None), plain.row(0, 2, None), strict=True):
+            assert torch.equal(mine, theirs)
+    assert on_host.like.shape == plain.like.shape == (1, 3, 0, 8)
+    for prompt in (plain, on_host):
+        prompt.crop(4)
+        prompt.append(keys, values)
+    for mine, theirs in zip(on_host.tensors, plain.tensors, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def llm_for(name, method, on_host, part_tokens=16):
+    llm = LLM(loaded(name), method=method, window=WindowConfig(4, 8, 16))
+    llm.engine.runner.prompts_on_host = on_host
+    llm.engine.runner.part_tokens = part_tokens
+    return llm
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:20%", "cpu-dense", "topk:10%"])
+def test_models_read_the_same(name, method):
+    prompt = [i * 7 % 200 + 3 for i in range(150)]
+    plain, on_host = (
+        llm_for(name, method, there).generate(prompt, PARAMS)[0] for there in (False, True)
+    )
+    assert on_host.completions[0].token_ids == plain.completions[0].token_ids
+
+
+def test_a_text_that_was_read_goes_on():
+    texts = []
+    for there in (False, True):
+        llm = llm_for("llama", "scan:2:20%", there)
+        prompt = [i * 5 % 200 + 3 for i in range(120)]
+        known = llm.read(prompt)
+        more = prompt + [9, 8, 7, 6] * 10
+        texts.append(llm.generate_from(more, PARAMS, known).completions[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
+    """And the next one, which is on its way."""
+    most = []
+    append = HostPrompt.append
+
+    def counted(self, keys, values):
+        append(self, keys, values)
+        layers = [layer for layer in prefill.cache.layers if isinstance(layer.prompt, HostPrompt)]
+        most.append(sum(layer.prompt._on_device is not None for layer in layers))
+
+    monkeypatch.setattr(HostPrompt, "append", counted)
+    runner = llm_for("llama", "lsh:4:12", True).engine.runner
+    prefill = runner.begin(list(range(3, 120)))
+    while prefill.done < 117:
+        runner.prefill(prefill)
+    assert max(most) <= 2
+    assert len(most) > 4
