@@ -30,7 +30,7 @@ from magicpig.models import load
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SINKS, LOCAL, POSITIONS = 16, 64, 8
-TABLES = ((10, 150), (9, 120), (8, 75), (10, 300))
+TABLES = ((10, 150), (9, 120), (8, 75), (10, 300), (10, 600))
 BUDGETS = (0.0025, 0.005, 0.01, 0.02, 0.04)
 console = Console(stderr=True, highlight=False)
 Index = LSHConfig | ScanConfig
