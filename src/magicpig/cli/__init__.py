@@ -1,4 +1,4 @@
-"""The command line: `magicpig generate`, `eval`, `analyze`, `pull`, `doctor`."""
+"""The command line: `magicpig generate`, `eval`, `analyze`, `plan`, `pull`, `doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from magicpig.cli.analyze import analyze
 from magicpig.cli.doctor import doctor
 from magicpig.cli.evaluate import app as evaluate
 from magicpig.cli.generate import generate
+from magicpig.cli.plan import plan
 from magicpig.cli.pull import pull
 from magicpig.cli.report import INTERRUPTED, reported
 
@@ -40,7 +41,7 @@ def root(
     pass
 
 
-for command in (generate, analyze, pull, doctor):
+for command in (generate, analyze, plan, pull, doctor):
     app.command(rich_help_panel="Commands")(reported(command))
 
 app.add_typer(evaluate, rich_help_panel="Commands")

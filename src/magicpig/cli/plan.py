@@ -1,0 +1,182 @@
+"""`magicpig plan`: which way of attending suits a model, a context and a machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from magicpig.cli.inputs import one_length
+
+if TYPE_CHECKING:
+    from magicpig.planning.costs import Machine
+
+
+def quantity(flag: str, text: str | None) -> float | None:
+    """Bytes or bytes/s: 24GiB, 48GB, 300GB/s."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?(?:/s)?\s*", text.lower())
+    try:
+        value = float(match[1]) if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not match or value <= 0:
+        raise ValueError(f"{flag} must be a number and a unit, like 24GiB or 300GB/s, not {text!r}")
+    base, power = 1024.0 if match[3] else 1000.0, " kmgt".index(match[2] or " ")
+    return value * base**power
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="Built-in name, folder, hub name, or llama-3.1-8b and such.")
+    ] = "llama-3.1-8b",
+    context: Annotated[str, typer.Option(help="Tokens of each sequence.")] = "96k",
+    gpu: Annotated[str, typer.Option(help="One of --list.")] = "L20",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="That may be used, like 24GiB. (all of it)")
+    ] = None,
+    cpu: Annotated[str, typer.Option(help="One of --list.")] = "Xeon-8563C",
+    cpu_bandwidth: Annotated[
+        str | None, typer.Option(help="Of streamed reads, like 300GB/s. (the CPU's)")
+    ] = None,
+    cpu_memory: Annotated[str | None, typer.Option(help="Like 256GiB. (enough)")] = None,
+    cores: Annotated[int | None, typer.Option(help="CPU cores. (all)", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Largest batch of interest.", min=1)] = 256,
+    lsh_share: Annotated[
+        float, typer.Option(help="Of the keys, read by lsh; the paper says 0.02.")
+    ] = 0.035,
+    scan_share: Annotated[float, typer.Option(help="Of the keys, read by scan.")] = 0.01,
+    here: Annotated[
+        bool, typer.Option("--here", help="Measure this machine first, and plan for it.")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show known machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Tell which way of attending is fastest, with what batch and memory, before it is tried.
+
+    magicpig plan --model llama-3.1-8b --context 96k --gpu L20 --cpu-bandwidth 300GB/s
+
+    Figures come from a cost model (docs/performance.md): bytes and operations of a step over what
+    the machine gives of both. They are estimates.
+    """
+    from dataclasses import replace
+
+    from magicpig.planning import plan as planning
+    from magicpig.planning.costs import Load, Machine
+    from magicpig.planning.geometry import geometry_of
+    from magicpig.planning.machines import CPUS, GPUS, named
+
+    if listed:
+        return show_machines()
+    for flag, share in (("--lsh-share", lsh_share), ("--scan-share", scan_share)):
+        if not 0 < share <= 1:
+            raise ValueError(f"{flag} must be above 0 and at most 1, not {share}")
+    tokens = one_length("--context", context)
+    limits = [
+        quantity(flag, text)
+        for flag, text in (
+            ("--gpu-memory", gpu_memory),
+            ("--cpu-bandwidth", cpu_bandwidth),
+            ("--cpu-memory", cpu_memory),
+        )
+    ]
+    machine = Machine(named(gpu, GPUS, "--gpu"), named(cpu, CPUS, "--cpu"))
+    if here:
+        machine = measured(machine)
+    chosen_gpu, chosen_cpu = machine.gpu, machine.cpu
+    if limits[0]:
+        chosen_gpu = replace(chosen_gpu, memory=limits[0])
+    if limits[1]:
+        share = chosen_cpu.gather / chosen_cpu.stream
+        chosen_cpu = replace(chosen_cpu, stream=limits[1], gather=share * limits[1])
+    if limits[2]:
+        chosen_cpu = replace(chosen_cpu, memory=limits[2])
+    if cores:
+        chosen_cpu = replace(chosen_cpu, cores=cores)
+    machine = Machine(chosen_gpu, chosen_cpu)
+    assert tokens is not None
+    load = Load(tokens, lsh_share, scan_share)
+    report = planning.as_dict(geometry_of(model), machine, load, batch)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+
+
+def measured(machine: Machine) -> Machine:
+    """This machine; its GPU, if it has one."""
+    from rich.console import Console
+
+    from magicpig.planning.costs import Machine
+    from magicpig.planning.here import this_cpu, this_gpu
+
+    console = Console(stderr=True)
+    with console.status("measuring this machine") if console.is_terminal else nullcontext():
+        return Machine(this_gpu() or machine.gpu, this_cpu())
+
+
+def show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    model, gpu, cpu, load = (report[name] for name in ("model", "gpu", "cpu", "load"))
+    memory = "" if cpu["memory"] is None else f", {size(cpu['memory'])}"
+    print(
+        f"{model['name']}: {model['parameters'] / 1e9:.1f}B parameters, {model['layers']} layers, "
+        f"{model['heads']}/{model['kv_heads']} heads of {model['head_dim']}; "
+        f"{load['context']:,} tokens of context\n"
+        f"{gpu['name']}: {size(gpu['memory'])}, {gpu['bandwidth'] / 1e9:,.0f} GB/s; "
+        f"{cpu['name']}: {cpu['cores']} cores, {cpu['stream'] / 1e9:,.0f} GB/s streamed, "
+        f"{cpu['gather'] / 1e9:,.0f} GB/s in rows{memory}\n"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "system"):
+        table.add_column(name)
+    for name in ("batch", "of", "ms/step", "tokens/s", "at batch 1", "GPU", "CPU"):
+        table.add_column(name, justify="right")
+    table.add_column("bound by")
+    for row in report["systems"]:
+        mark = "*" if row["system"] == report["best"] else ""
+        memories = [size(row[f"{name}_memory_bytes"]) for name in ("gpu", "cpu")]
+        if not row["batch"]:
+            table.add_row(mark, row["system"], "-", "0", "", "", "", *memories, "does not fit")
+            continue
+        table.add_row(
+            mark,
+            row["system"],
+            str(row["batch"]),
+            str(row["largest_batch"]),
+            f"{row['ms_per_step']:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second_alone']:.1f}",
+            *memories,
+            row["bound"],
+        )
+    Console(highlight=False, width=120).print(table)
+    best = report["best"]
+    print(
+        f"\n* {best} gives the most tokens/s. Estimates: docs/performance.md says how far off."
+        if best
+        else "\nNothing fits: take a shorter --context, or more memory."
+    )
+
+
+def show_machines() -> None:
+    from magicpig.planning.machines import CPUS, GPUS
+
+    for gpu in GPUS:
+        print(
+            f"{gpu.name:<16}{size(gpu.memory):>9}  {gpu.bandwidth / 1e9:>5,.0f} GB/s  "
+            f"{gpu.flops / 1e12:>4,.0f} TFLOP/s  link {gpu.link / 1e9:.0f} GB/s"
+        )
+    print()
+    for cpu in CPUS:
+        print(f"{cpu.name:<16}{cpu.cores:>3} cores  {cpu.stream / 1e9:>5,.0f} GB/s streamed")
+
+
+def size(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"

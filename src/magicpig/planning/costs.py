@@ -1,0 +1,222 @@
+"""The cost of a decode step: bytes and operations over what the machine gives of both.
+
+The model behind `magicpig plan`; docs/performance.md writes it out and says how far off it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from magicpig.planning.geometry import ModelGeometry
+from magicpig.planning.machines import Cpu, Gpu
+
+GPU_STREAMED = 0.75  # of a GPU's bandwidth, by kernels that read weights or keys
+GPU_COMPUTED = 0.6  # of its operations, by large matrix products
+CPU_STREAMED = 0.85  # of streamed reads, by exact attention (docs/log.md: 85 to 90 %)
+LAYER_SECONDS = 60e-6  # launches, events and copies of a layer whose attention is not the GPU's
+WINDOW_TOKENS = 592  # of a sequence: sinks, local tokens, two blocks
+DENSE_LAYERS = 2
+PART_TOKENS = 2048  # of a prompt, read at once
+CONTEXT = 0.6e9  # bytes that CUDA and its libraries take of a GPU
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked for: tokens of context of each sequence, and shares of keys read by `lsh` and
+    `scan`."""
+
+    context: int
+    lsh_share: float = 0.035
+    scan_share: float = 0.01
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step of the whole batch, what takes most of them, and bytes of memory."""
+
+    seconds: float
+    bound: str
+    gpu_memory: float
+    cpu_memory: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """gpu: with the memory that may be used; cpu: likewise, None for as much as it takes."""
+
+    gpu: Gpu
+    cpu: Cpu
+
+
+class System:
+    """A way to attend, for a model on a machine.
+
+    name: as methods are named; "gpu-only" is `full`.
+    """
+
+    name = "gpu-only"
+
+    def __init__(self, model: ModelGeometry, machine: Machine, load: Load) -> None:
+        self.model, self.gpu, self.cpu, self.load = model, machine.gpu, machine.cpu, load
+
+    def step(self, batch: int) -> Step:
+        return Step(
+            self._gpu_seconds(batch, self.model.layers),
+            "GPU memory",
+            self._gpu_memory(batch, self.model.layers, self.model.layers),
+            0.0,
+        )
+
+    def largest_batch(self, most: int = 4096) -> int:
+        """That fits into both memories; 0: not even one sequence does."""
+
+        def fits(batch: int) -> bool:
+            step = self.step(batch)
+            return step.gpu_memory <= self.gpu.memory and (
+                self.cpu.memory is None or step.cpu_memory <= self.cpu.memory
+            )
+
+        low, high = 0, 1
+        while high <= most and fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return min(low, most)
+
+    def _gpu_seconds(self, batch: int, dense_layers: int) -> float:
+        """Linear layers, and attention of the layers whose keys are there."""
+        model, gpu = self.model, self.gpu
+        read = model.parameters_read * model.itemsize / (GPU_STREAMED * gpu.bandwidth)
+        computed = 2 * model.parameters_read * batch / (GPU_COMPUTED * gpu.flops)
+        near = model.kv_bytes(WINDOW_TOKENS, model.layers - dense_layers)
+        keys = batch * (model.kv_bytes(self.load.context, dense_layers) + near)
+        return max(read, computed) + keys / (GPU_STREAMED * gpu.bandwidth)
+
+    def _gpu_memory(self, batch: int, dense_layers: int, prompt_layers: int) -> float:
+        """prompt_layers: whose keys of a prompt are there while it is read."""
+        model = self.model
+        kept = model.kv_bytes(self.load.context, dense_layers) + model.kv_bytes(
+            WINDOW_TOKENS, model.layers - dense_layers
+        )
+        prompt = model.kv_bytes(self.load.context, max(0, prompt_layers - dense_layers))
+        widths = 8 * model.hidden + 3 * model.intermediate
+        activations = PART_TOKENS * widths * model.itemsize
+        weights = model.parameters * model.itemsize
+        return CONTEXT + weights + batch * kept + prompt + activations
+
+
+class KvStream(System):
+    """The cache in host memory, copied to the GPU at every step."""
+
+    name = "kv-stream"
+
+    def step(self, batch: int) -> Step:
+        model = self.model
+        moved = batch * model.kv_bytes(self.load.context) / self.gpu.link
+        computed = self._gpu_seconds(batch, model.layers)
+        return Step(
+            max(moved, computed),
+            "link" if moved > computed else "GPU memory",
+            self._gpu_memory(batch, 0, 2 * batch),  # a layer's at hand, the next one's on its way
+            (batch + 1) * model.kv_bytes(self.load.context),
+        )
+
+
+class Hybrid(System):
+    """The far context in the CPU's memory, and attended to by it."""
+
+    dense_layers = DENSE_LAYERS
+    index_share = 0.0  # bytes of the index, of the rows'
+
+    def step(self, batch: int) -> Step:
+        """As one batch, GPU and CPU by turns, or as two halves by turns: whichever is better."""
+        layers = self.model.layers - self.dense_layers
+        copies = layers * LAYER_SECONDS
+        cpu, cpu_bound = max(self._cpu_seconds())
+        cpu *= layers
+        whole = self._gpu_seconds(batch, self.dense_layers) + copies + batch * cpu
+        bound = cpu_bound if batch * cpu > whole / 2 else "GPU memory"
+        seconds = whole
+        if batch > 1:
+            first, second = -(-batch // 2), batch // 2
+            gpu = sum(self._gpu_seconds(n, self.dense_layers) for n in (first, second)) + 2 * copies
+            filling = (gpu / 2 + first * cpu) / self.model.layers
+            halves = max(gpu, batch * cpu) + filling
+            if halves < whole:
+                seconds = halves
+                bound = cpu_bound if batch * cpu >= gpu else "GPU memory"
+        kept = self.model.kv_bytes(self.load.context, layers)
+        return Step(
+            seconds,
+            bound,
+            self._gpu_memory(batch, self.dense_layers, self.dense_layers + 2),
+            batch * kept * (1 + self.index_share) + kept,
+        )
+
+    def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
+        """Of one sequence and layer, by what could bound them."""
+        yield (
+            self.model.kv_bytes(self.load.context, 1) / (CPU_STREAMED * self.cpu.stream),
+            "CPU memory",
+        )
+
+
+class CpuDense(Hybrid):
+    name = "cpu-dense"
+    dense_layers = 0
+
+
+class Lsh(Hybrid):
+    name = "lsh"
+
+    def __init__(
+        self, model: ModelGeometry, machine: Machine, load: Load, tables: tuple[int, int]
+    ) -> None:
+        super().__init__(model, machine, load)
+        self.bits, self.num_tables = tables
+        self.name = f"lsh:{self.bits}:{self.num_tables}"
+        self.index_share = (2 * self.num_tables + 8) / model.row_bytes
+
+    def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
+        model, cpu = self.model, self.cpu
+        entries = model.heads * self.num_tables * self.load.context / 2**self.bits
+        rows = model.heads * self.load.context * self.load.lsh_share
+        work = entries * cpu.entry_seconds + rows * _row_seconds(cpu, model)
+        yield work / cpu.cores, "CPU cores"
+        yield (2 * entries + rows * model.row_bytes) / cpu.gather, "CPU memory"
+
+
+class Scan(Hybrid):
+    def __init__(self, model: ModelGeometry, machine: Machine, load: Load, bits: int) -> None:
+        super().__init__(model, machine, load)
+        self.bits = bits
+        self.name = f"scan:{bits}:{100 * load.scan_share:g}%"
+        self.code_bytes = model.head_dim * bits / 8 + 8
+        self.index_share = self.code_bytes / model.row_bytes
+
+    def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
+        model, cpu = self.model, self.cpu
+        rows = model.heads * self.load.context * self.load.scan_share
+        products = model.heads * self.load.context * model.head_dim
+        yield (products / cpu.macs + rows * _row_seconds(cpu, model)) / cpu.cores, "CPU cores"
+        codes = model.kv_heads * self.load.context * self.code_bytes
+        yield codes / cpu.stream + rows * model.row_bytes / cpu.gather, "CPU memory"
+
+
+def _row_seconds(cpu: Cpu, model: ModelGeometry) -> float:
+    return cpu.row_seconds * model.row_bytes / 512
+
+
+def systems(model: ModelGeometry, machine: Machine, load: Load) -> list[System]:
+    """All that are compared."""
+    return [
+        System(model, machine, load),
+        KvStream(model, machine, load),
+        CpuDense(model, machine, load),
+        Lsh(model, machine, load, (10, 150)),
+        Lsh(model, machine, load, (10, 170)),
+        Scan(model, machine, load, 2),
+        Scan(model, machine, load, 4),
+    ]

@@ -1,0 +1,156 @@
+"""ModelGeometry: what a step of a model reads and computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Enough of their configurations to plan for models that are not here.
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+    "llama-3.1-70b": (
+        "llama",
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+    "llama-2-7b": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 32000,
+        },
+    ),
+    "llama-2-13b": (
+        "llama",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+            "vocab_size": 32000,
+        },
+    ),
+    "mistral-7b": (
+        "mistral",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 32768,
+            "sliding_window": None,
+        },
+    ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """layers: those with full attention over the whole context; others cost little.
+
+    hidden, intermediate: widths of states and of the MLP. parameters: all of them; parameters_read:
+    those that a step reads, which takes one row of the embedding.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    parameters_read: int
+    itemsize: int = 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token's key and value in one KV head."""
+        return 2 * self.head_dim * self.itemsize
+
+    def kv_bytes(self, tokens: float, layers: float | None = None) -> float:
+        layers = self.layers if layers is None else layers
+        return layers * self.kv_heads * tokens * self.row_bytes
+
+
+def geometry_of(name: str) -> ModelGeometry:
+    """Of a model by its name: one of KNOWN, a built-in one, a folder, or a name on the hub."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from magicpig.engine.runner import heads_of
+    from magicpig.hf.cache import full_attention_layers
+
+    if name.lower() in KNOWN:
+        kind, fields = KNOWN[name.lower()]
+        config = AutoConfig.for_model(kind, **fields)
+    else:
+        config = _config_of(name)
+    text = config.get_text_config(decoder=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    embedded = model.get_input_embeddings()
+    parameters = parameters_read = sum(p.numel() for p in model.parameters())
+    if not getattr(text, "tie_word_embeddings", False) and embedded is not None:
+        parameters_read -= embedded.weight.numel()
+    kv_heads, dim = heads_of(text)
+    return ModelGeometry(
+        name,
+        len(full_attention_layers(config)),
+        text.hidden_size,
+        getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        text.num_attention_heads,
+        kv_heads,
+        dim,
+        parameters,
+        parameters_read,
+    )
+
+
+def _config_of(name: str) -> Any:
+    from transformers import AutoConfig
+
+    from magicpig.models import BUILTIN, cache_folder
+
+    folder = str(cache_folder() / name) if name in BUILTIN else name
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--model {name!r} is neither here nor on the hub ({reason}); "
+            f"known without either: {', '.join(KNOWN)}"
+        ) from error

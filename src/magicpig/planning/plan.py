@@ -1,0 +1,76 @@
+"""Plans: every system at its largest and at its best batch, and which one is best."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from magicpig.planning.costs import Load, Machine, Step, System, systems
+from magicpig.planning.geometry import ModelGeometry
+
+BATCHES = 256  # largest that is looked at
+ENOUGH = 0.99  # of the best throughput: the smallest batch that reaches it is taken
+
+
+@dataclass(frozen=True)
+class Choice:
+    """batch: the smallest that has nearly the system's best throughput; 0: not one sequence fits.
+
+    largest: that fits. alone: a step of one sequence. step: of `batch`.
+    """
+
+    system: str
+    largest: int
+    batch: int
+    alone: Step
+    step: Step
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.step.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "system": self.system,
+            "largest_batch": self.largest,
+            "batch": self.batch,
+            "ms_per_step": 1e3 * self.step.seconds if self.batch else None,
+            "tokens_per_second": self.tokens_per_second if self.batch else None,
+            "tokens_per_second_alone": 1 / self.alone.seconds if self.batch else None,
+            "bound": self.step.bound if self.batch else None,
+            "gpu_memory_bytes": self.step.gpu_memory,
+            "cpu_memory_bytes": self.step.cpu_memory,
+        }
+
+
+def choices(
+    model: ModelGeometry, machine: Machine, load: Load, most: int = BATCHES
+) -> list[Choice]:
+    return [_choice(system, most) for system in systems(model, machine, load)]
+
+
+def _choice(system: System, most: int) -> Choice:
+    largest = system.largest_batch(most)
+    rates = {n: n / system.step(n).seconds for n in range(1, largest + 1)}
+    best = max(rates.values(), default=0.0)
+    batch = next((n for n, rate in rates.items() if rate >= ENOUGH * best), 0)
+    return Choice(system.name, largest, batch, system.step(1), system.step(max(batch, 1)))
+
+
+def best_of(found: list[Choice]) -> Choice | None:
+    """With the highest throughput; None where nothing fits."""
+    fitting = [choice for choice in found if choice.batch]
+    return max(fitting, key=lambda choice: choice.tokens_per_second, default=None)
+
+
+def as_dict(model: ModelGeometry, machine: Machine, load: Load, most: int) -> dict[str, Any]:
+    found = choices(model, machine, load, most)
+    best = best_of(found)
+    return {
+        "model": asdict(model),
+        "gpu": asdict(machine.gpu),
+        "cpu": asdict(machine.cpu),
+        "load": asdict(load),
+        "systems": [choice.as_dict() for choice in found],
+        "best": best.system if best else None,
+    }

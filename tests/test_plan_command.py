@@ -1,0 +1,164 @@
+"""`magicpig plan`: its cost model and its command."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+from zoo import make_model
+
+from magicpig.cli import app
+from magicpig.cli.plan import quantity
+from magicpig.planning import here
+from magicpig.planning.costs import Load, Machine, systems
+from magicpig.planning.geometry import KNOWN, geometry_of
+from magicpig.planning.machines import CPUS, GIB, GPUS, named
+from magicpig.planning.plan import best_of, choices
+
+L20 = Machine(named("L20", GPUS, "--gpu"), replace(named("8563", CPUS, "--cpu"), stream=300e9))
+LLAMA = geometry_of("llama-3.1-8b")
+
+
+def by_name(machine, load, model=LLAMA):
+    return {choice.system: choice for choice in choices(model, machine, load)}
+
+
+def test_geometries_are_those_of_the_models():
+    assert (LLAMA.layers, LLAMA.heads, LLAMA.kv_heads, LLAMA.head_dim) == (32, 32, 8, 128)
+    assert LLAMA.parameters == 8_030_261_248
+    assert LLAMA.parameters - LLAMA.parameters_read == 128256 * 4096
+    assert LLAMA.kv_bytes(98304) == pytest.approx(12.88e9, rel=0.01)  # the paper: 12.9 GB
+    assert geometry_of("llama-2-13b").parameters == pytest.approx(13.0e9, rel=0.01)
+    for name in KNOWN:
+        assert geometry_of(name).parameters > 1e9
+
+
+def test_the_papers_machine_is_met():
+    """MagicPIG: 8B, 96k, L20: GPU-only 30.5 tokens/s at the largest batch that fits."""
+    found = by_name(L20, Load(98304, lsh_share=0.02))
+    assert found["gpu-only"].largest == 2
+    assert found["gpu-only"].tokens_per_second == pytest.approx(30.5, rel=0.1)
+    lsh = found["lsh:10:150"]
+    assert lsh.tokens_per_second > 53.8  # with its kernels; ours are faster
+    assert 1 / lsh.alone.seconds > 18.3
+
+
+def test_more_of_anything_is_no_slower():
+    load = Load(98304)
+    before = by_name(L20, load)
+    gpu, cpu = L20.gpu, L20.cpu
+    for better in (
+        Machine(replace(gpu, bandwidth=2 * gpu.bandwidth), cpu),
+        Machine(replace(gpu, memory=2 * gpu.memory), cpu),
+        Machine(replace(gpu, link=2 * gpu.link), cpu),
+        Machine(gpu, replace(cpu, stream=2 * cpu.stream, gather=2 * cpu.gather)),
+        Machine(gpu, replace(cpu, cores=2 * cpu.cores)),
+    ):
+        after = by_name(better, load)
+        for name, choice in before.items():
+            assert after[name].tokens_per_second >= 0.98 * choice.tokens_per_second, name
+
+
+def test_longer_contexts_take_longer_and_fit_fewer():
+    short, long = (by_name(L20, Load(tokens)) for tokens in (16384, 98304))
+    for name in short:
+        assert long[name].largest <= short[name].largest
+        assert long[name].alone.seconds > short[name].alone.seconds
+
+
+def test_the_largest_batch_is_the_largest_that_fits():
+    machine = Machine(L20.gpu, replace(L20.cpu, memory=100 * GIB))
+    for system in systems(LLAMA, machine, Load(98304)):
+        largest = system.largest_batch()
+        for batch, fits in ((largest, True), (largest + 1, False)):
+            if batch:
+                step = system.step(batch)
+                held = step.gpu_memory <= machine.gpu.memory and step.cpu_memory <= 100 * GIB
+                assert held is fits, system.name
+
+
+def test_where_a_gpu_holds_everything_it_wins():
+    """Its memory is tens of times as fast as a CPU's."""
+    machine = Machine(named("H200", GPUS, "--gpu"), named("Xeon-16", CPUS, "--cpu"))
+    assert best_of(choices(LLAMA, machine, Load(16384))).system == "gpu-only"
+    machine = Machine(replace(machine.gpu, memory=24 * GIB), machine.cpu)
+    assert best_of(choices(LLAMA, machine, Load(98304))).system.startswith("scan")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("24GiB", 24 * 2**30), ("300GB/s", 3e11), ("1.5tb", 1.5e12), ("7", 7.0), ("64 MiB", 2**26)],
+)
+def test_quantities(text, value):
+    assert quantity("--x", text) == value
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3GB", "0GB", "1.2.3GB", "GB"])
+def test_what_is_no_quantity(text):
+    with pytest.raises(ValueError, match="--x must be a number and a unit"):
+        quantity("--x", text)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_table_marks_the_best():
+    result = run("--gpu-memory", "24GiB", "--cpu-memory", "256GiB")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    [gpu_only] = [line for line in lines if "gpu-only" in line]
+    assert "does not fit" in gpu_only
+    [best] = [line for line in lines if line.startswith("*  ")]
+    assert "scan:2:1%" in best
+
+
+def test_json_has_all():
+    result = run("--json", "--context", "16k", "--gpu", "rtx 4090", "--cores", "8", "--batch", "4")
+    report = json.loads(result.stdout)
+    assert report["load"]["context"] == 16384
+    assert (report["gpu"]["name"], report["cpu"]["cores"]) == ("RTX-4090", 8)
+    assert len(report["systems"]) == 7
+    assert all(row["largest_batch"] <= 4 for row in report["systems"])
+    assert report["best"] in [row["system"] for row in report["systems"]]
+
+
+def test_any_folder_is_a_model(tmp_path):
+    make_model("llama").config.save_pretrained(tmp_path)
+    report = json.loads(run("--json", "--model", str(tmp_path)).stdout)
+    assert report["model"]["layers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "abacus"], "--gpu 'abacus' is not known: A10,"),
+        (["--gpu", "A100"], "could be more than one: A100-40GB, A100-80GB"),
+        (["--cpu", "6502"], "--cpu '6502' is not known"),
+        (["--context", "long"], "a length must be a number of tokens"),
+        (["--model", "no/such/model"], "is neither here nor on the hub"),
+        (["--cpu-bandwidth", "fast"], "--cpu-bandwidth must be a number and a unit"),
+        (["--lsh-share", "2"], "--lsh-share must be above 0"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
+def test_known_machines_are_listed():
+    shown = run("--list").stdout
+    assert all(one.name in shown for one in [*GPUS, *CPUS])
+
+
+def test_this_machine_is_measured(monkeypatch):
+    monkeypatch.setattr(here, "TOKENS", 4096)
+    monkeypatch.setattr(here, "ROOF_BYTES", 8 << 20)
+    cpu = here.this_cpu()
+    assert cpu.stream > cpu.gather / 4 > 0
+    assert 0 < cpu.entry_seconds < 1e-6
+    assert 0 < cpu.row_seconds < 1e-5
+    assert cpu.macs > 1e8
+    report = json.loads(run("--here", "--json").stdout)
+    assert report["cpu"]["name"] == "here"
