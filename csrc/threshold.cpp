@@ -136,7 +136,7 @@ void set_thresholds(const Kernels& kernels, const Geometry& geometry, const std:
   const Subsample sample(geometry, runs, {queries, query, group, kv_head, nullptr, 0, 0});
   if (!sample.keys) return;
   const auto tokens = static_cast<double>(sample.tokens);
-  const double most = std::max(double{scan.budget} * tokens, double{scan.min_rows});
+  const double most = std::max(double{scan.budget} * tokens, static_cast<double>(scan.min_rows));
   std::vector<float> scratch(2 * sample.keys);
   for (uint32_t h = 0; h < group; ++h) {
     const auto threshold_of = [&](double rows) {  // for so many rows of all

@@ -53,15 +53,16 @@ struct Context {
 struct Result {
   std::vector<float> out, lse;
   std::vector<int64_t> rows;
+  std::vector<float> predicted;
 };
 
 Result run(const LayerKV& kv, const Context& context, bool exact) {
   const Geometry& g = kv.geometry();
   Result result{std::vector<float>(g.num_heads * g.head_dim, NAN), std::vector<float>(g.num_heads, NAN),
-                std::vector<int64_t>(g.num_heads, -1)};
+                std::vector<int64_t>(g.num_heads, -1), std::vector<float>(g.num_heads, -1)};
   const auto segments = kv.segments();
   attend(g, {runs_of(*segments)}, context.query_bytes(), kF32, {0.25f, 0}, exact,
-         {result.out.data(), result.lse.data(), result.rows.data(), nullptr});
+         {result.out.data(), result.lse.data(), result.rows.data(), nullptr, result.predicted.data()});
   return result;
 }
 
@@ -267,11 +268,13 @@ void test_scan_kernels_agree() {
         context.append_to(kv, 0, tokens);
         const auto* codes = dynamic_cast<const Codes*>(kv.segments()->at(0)->index());
         CHECK(codes != nullptr && codes->num_blocks() == 10);
-        const PreparedQueries queries(kernels(), context.geometry, context.query_bytes(), kF32, 9, true, 0.25f);
-        std::vector<size_t> blocks(10);
-        for (size_t i = 0; i < 10; ++i) blocks[i] = i;
-        std::vector<float> logs(10 * 9 * kCodeBlock, NAN);
-        CHECK(codes->logs({queries, 0, 9, 0, nullptr, 0, 0}, blocks.data(), 10, logs.data()) == 10);
+        PreparedQueries queries(kernels(), context.geometry, context.query_bytes(), kF32, 9, true, 0.25f);
+        queries.prepare_scan(0);
+        const std::vector<size_t> blocks = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+        std::vector<float> logs(9 * 10 * kCodeBlock, NAN), biases(10 * kCodeBlock, NAN);
+        CHECK(codes->logs({queries, 0, 9, 0, nullptr, 0, 0}, blocks, 10 * kCodeBlock, logs.data(), biases.data()) ==
+              10);
+        for (float bias : biases) CHECK(std::isfinite(bias));
         if (expected.empty()) expected = logs;
         size_t different = 0;
         for (size_t i = 0; i < logs.size(); ++i) different += !(std::abs(logs[i] - expected[i]) < 1e-3f);
@@ -297,6 +300,33 @@ void test_log_threshold() {
           double found = 0;
           for (float x : logs) found += std::min(1.0, std::exp(double{x} - threshold));
           CHECK(spread == 30 ? found < 1.02 * rows : std::abs(found - rows) < 0.02 * rows);
+        }
+      }
+    }
+  }
+}
+
+// A lower target reads more rows, and says so; what it reads is what a sample has. One segment is read whole.
+void test_target_error() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    for (uint32_t bits : {1, 2, 4}) {
+      std::vector<int64_t> before(6, 0);
+      for (float target : {1.0f, 0.3f, 0.1f, 0.03f}) {
+        const size_t tokens = 3000, near = 50;
+        const Geometry geometry{6, 2, 24, kF32, nullptr, make_scan(bits, 1.0f, 1, 24, target), 100};
+        const Context context(geometry, tokens + near);
+        LayerKV kv(geometry);
+        context.append_to(kv, 0, tokens);
+        context.append_to(kv, tokens, near);
+        const Result result = run(kv, context, false);
+        const std::vector<Sample> samples = drawn_from(kv, context);
+        for (size_t head = 0; head < 6; ++head) {
+          CHECK(result.rows[head] == static_cast<int64_t>(samples[head].rows.size()));
+          CHECK(result.rows[head] >= before[head] && result.rows[head] >= static_cast<int64_t>(near));
+          CHECK(result.predicted[head] >= 0 && result.predicted[head] <= target * 1.001f);
+          check_against_loops(context, result, head, samples[head], 1e-2);
+          before[head] = result.rows[head];
         }
       }
     }
@@ -454,9 +484,12 @@ int main() {
   test_log_threshold();
   test_many_small_appends(make_lsh(4, 10, 2, 16), nullptr);
   test_many_small_appends(nullptr, make_scan(2, 0.1f, 8, 16));
+  test_many_small_appends(nullptr, make_scan(2, 1.0f, 8, 16, 0.1f));
+  test_target_error();
   test_refusals();
   test_concurrency(make_lsh(4, 20, 2, 32), nullptr);
   test_concurrency(nullptr, make_scan(2, 0.1f, 8, 32));
+  test_concurrency(nullptr, make_scan(2, 0.5f, 8, 32, 0.2f));
   test_concurrent_appends();
   test_a_long_append_is_not_starved();
   test_parallel_for();

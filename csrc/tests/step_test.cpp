@@ -182,7 +182,7 @@ void test_adopted_codes() {
         std::vector<float> out(6 * 24), lse(6);
         std::vector<int64_t> rows(6);
         attend(geometry, {runs_of(*kv.segments())}, bytes, kF32, {0.25f, 0}, false,
-               {out.data(), lse.data(), rows.data(), nullptr});
+               {out.data(), lse.data(), rows.data(), nullptr, nullptr});
         const auto samples = sample(geometry, runs_of(*kv.segments()), bytes, kF32, 0.25f);
         for (size_t head = 0; head < 6; ++head) {
           CHECK(rows[head] == static_cast<int64_t>(samples[head].rows.size()));
@@ -254,5 +254,6 @@ int main() {
   test_adopted_codes();
   test_concurrency(make_lsh(4, 20, 2, 32), nullptr);
   test_concurrency(nullptr, make_scan(2, 0.2f, 4, 32));
+  test_concurrency(nullptr, make_scan(2, 0.5f, 4, 32, 0.2f));
   std::printf("%d checks passed\n", checks.load());
 }
