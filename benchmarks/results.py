@@ -30,6 +30,7 @@ from rich.progress import track
 from magicpig.evals import records, ruler
 from magicpig.evals.summary import Cell, summary
 from magicpig.evals.tables import markdown_table
+from magicpig.files import write_whole
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/results.md"
@@ -126,7 +127,7 @@ def keep(name: str, folder: Path) -> None:
         raise SystemExit(f"no results of {name} in {folder}")
     text = "".join(json.dumps(record) + "\n" for record in found)
     SAMPLES.mkdir(exist_ok=True)
-    records.write_whole(SAMPLES / f"{name}.jsonl.xz", lzma.compress(text.encode()))
+    write_whole(SAMPLES / f"{name}.jsonl.xz", lzma.compress(text.encode()))
 
 
 def records_of(name: str) -> list[records.Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,6 +71,10 @@ def generate(
     device: Annotated[str, option(OUTPUT, help="auto, cpu, cuda, ...")] = "auto",
     dtype: Annotated[str | None, option(OUTPUT, help="auto, bfloat16, float32, ... (auto)")] = None,
     threads: Annotated[int | None, option(OUTPUT, help="CPU threads. (all)")] = None,
+    trace: Annotated[
+        Path | None,
+        option(OUTPUT, help="Write what happened when to this file, for chrome://tracing."),
+    ] = None,
     as_json: Annotated[
         bool, option(OUTPUT, "--json", help="One JSON object instead of text.")
     ] = False,
@@ -84,7 +89,10 @@ def generate(
     document, question = prompt_of(prompt, file or [], system, raw, context, save_context)
     from magicpig.cli import answer
     from magicpig.engine.params import SamplingParams
+    from magicpig.trace import check_path, recording
 
+    if trace:
+        check_path(trace)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -122,8 +130,9 @@ def generate(
     else:
         return  # the text was to be kept, and is
     kv = None if known is None else known.kv
-    if as_json:
-        generation = answer.generated(llm, prompt_ids, params, kv, answer.Shown.AS_JSON)
-        print(json.dumps(answer.as_dict(generation), ensure_ascii=False))
-    else:
-        answer.answer(llm, prompt_ids, params, kv)
+    with recording(trace) if trace else nullcontext():
+        if as_json:
+            generation = answer.generated(llm, prompt_ids, params, kv, answer.Shown.AS_JSON)
+            print(json.dumps(answer.as_dict(generation), ensure_ascii=False))
+        else:
+            answer.answer(llm, prompt_ids, params, kv)

@@ -21,9 +21,11 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from magicpig import trace
 from magicpig.attention.exact import torch_has_tiles
 from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
+from magicpig.engine.halves import Halves
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
@@ -147,6 +149,7 @@ class Runner:
         on_cpu = self.device.type == "cpu"
         self.part_tokens = PREFILL_TOKENS if on_cpu else PREFILL_TOKENS_ON_GPU
         self.prompts_on_host = not on_cpu  # where the CPU keeps the far context
+        self.halves = None if on_cpu or not plan.method.on_host else Halves(self.device)
         self.window = window
         config = model.config.get_text_config(decoder=True)
         check_supported(config)
@@ -217,7 +220,8 @@ class Runner:
         """Reads the next part of the prompt; logits [vocab] after its last token."""
         part = prefill.next_part
         positions = range(prefill.done, prefill.done + len(part))
-        logits = self._forward([part], [list(positions)], prefill.cache)
+        with trace.span("prompt", tokens=len(part), done=prefill.done):
+            logits = self._forward([part], [list(positions)], prefill.cache)
         prefill.done += len(part)
         return logits[0]
 
@@ -247,6 +251,16 @@ class Runner:
         if not self.batches and len(kvs) > 1:
             pairs = zip(kvs, token_ids, strict=True)
             return torch.cat([self.decode([kv], [token]) for kv, token in pairs])
+
+        def part(first: int, last: int) -> Tensor:
+            return self._decode(kvs[first:last], token_ids[first:last])
+
+        with trace.span("decode", batch=len(kvs)):
+            if self.halves is None or len(kvs) == 1:
+                return part(0, len(kvs))
+            return self.halves.run(len(kvs), part)
+
+    def _decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
         layers: list[Any] = [
             DecodeLayer(list(rows)) if isinstance(rows[0], SequenceLayer) else rows[0]
             for rows in zip(*(kv.layers for kv in kvs), strict=True)

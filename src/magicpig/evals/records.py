@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from magicpig.files import write_whole
 
 Record = dict[str, Any]
 Key = tuple[str, int, str, int, str]
@@ -135,13 +136,3 @@ def _add(records: dict[Key, Record], record: Record, where: str) -> None:
         said = ", ".join(f"{name} {value}" for name, value in zip(KEY, key, strict=True))
         raise ValueError(f"{where}: there is a record of {said} already")
     records[key] = record
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file under another name first, so that nobody ever finds half of it."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 from magicpig import plotting
 from magicpig.evals import plots, tables
-from magicpig.evals.records import Record, write_whole
+from magicpig.evals.records import Record
 from magicpig.evals.summary import AVERAGE, summary
 from magicpig.evals.tables import Table, markdown_table, terminal_table
+from magicpig.files import write_whole
 from magicpig.plotting import data_uri
 
 __all__ = ["markdown_table", "terminal_table", "write_report"]

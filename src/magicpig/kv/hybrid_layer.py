@@ -6,12 +6,13 @@ far context; both parts merge on the device. Only queries leave it, and partial 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from magicpig import _native
+from magicpig import _native, trace
 from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
 from magicpig.config import IndexConfig, LSHConfig, WindowConfig
@@ -19,6 +20,8 @@ from magicpig.kv.base import LayerShape
 from magicpig.kv.device_window import DeviceWindow
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import Seats, together
+
+_turn = threading.Lock()  # two halves of a batch do not share the cores, they take turns
 
 
 class HybridLayer(NativeLayer):
@@ -47,8 +50,9 @@ class HybridLayer(NativeLayer):
         with torch.inference_mode():
             asked = _Sent(queries)
             seats = together([layer.window for layer in layers])
-            seats.append(keys.to(seats.keys), values.to(seats.keys))
-            near = _attend_to_windows(seats, queries.float(), scale, softcap, layers[0].span)
+            with trace.device_span("window", batch=len(layers)):
+                seats.append(keys.to(seats.keys), values.to(seats.keys))
+                near = _attend_to_windows(seats, queries.float(), scale, softcap, layers[0].span)
             far = _attend_far(layers, asked, scale, softcap)
             out = merge(*near, *far)[0] if far else near[0]
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
@@ -94,15 +98,17 @@ def _attend_far(
         for layer in layers:
             layer.window.count(0, 0, 0)
         return None
-    queries = asked.arrived()
+    with trace.span("wait for queries"):
+        queries = asked.arrived()
     pinned = device.type == "cuda"
     out = torch.empty(queries.shape, dtype=torch.float32, pin_memory=pinned)
     lse = torch.empty(queries.shape[:2], dtype=torch.float32, pin_memory=pinned)
     rows, visited = torch.zeros(2, *queries.shape[:2], dtype=torch.int64)
     far = [layer.far._native for layer in layers]
-    *_, tokens = _native.attend(
-        far, queries, scale, softcap or 0.0, False, out, lse, rows, visited, torch.zeros_like(lse)
-    )
+    with _turn, trace.span("far context", batch=len(layers)):
+        *_, tokens = _native.attend(
+            far, queries, scale, softcap or 0.0, False, out, lse, rows, visited, lse.clone()
+        )
     counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
     for layer, *count in counts:
         layer.window.count(*count)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicpig import _native
+from magicpig import _native, trace
 from magicpig.config import IndexConfig, ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
 from magicpig.kv.cost import Cost
@@ -67,17 +67,18 @@ class NativeLayer(SequenceLayer):
         device, queries = queries.device, queries.cpu()
         out = torch.empty(queries.shape, dtype=queries.dtype)
         span = layers[0].span
-        _native.step(
-            [layer.window for layer in layers],
-            [] if span else [layer.far._native for layer in layers],
-            queries if queries.is_contiguous() else queries.contiguous(),
-            keys.cpu(),
-            values.cpu(),
-            scale,
-            softcap or 0.0,
-            span or 2**32,
-            out,
-        )
+        with trace.span("attention", batch=len(layers)):
+            _native.step(
+                [layer.window for layer in layers],
+                [] if span else [layer.far._native for layer in layers],
+                queries if queries.is_contiguous() else queries.contiguous(),
+                keys.cpu(),
+                values.cpu(),
+                scale,
+                softcap or 0.0,
+                span or 2**32,
+                out,
+            )
         return out.to(device)
 
     @property
@@ -248,5 +249,6 @@ class NativeLayer(SequenceLayer):
 
 def _extended(far: LayerKV, keys: Tensor, values: Tensor) -> LayerKV:
     longer = far.fork()
-    longer.append(keys, values)
+    with trace.span("segment", tokens=keys.shape[1]):
+        longer.append(keys, values)
     return longer

@@ -1,0 +1,53 @@
+"""Halves: two halves of a batch that go through the model by turns.
+
+Where the far context is the CPU's and the model is a GPU's, each waits for the other in every
+layer.
+With two halves one is on the GPU while the other is on the CPU. Each has a thread, and on a GPU a
+stream; whoever attends to far contexts takes its turn on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicpig import trace
+
+Work = Callable[[int, int], Tensor]  # of the sequences from one number up to another: a batch
+
+
+class Halves:
+    """For one model, on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="magicpig-half")
+
+    def run(self, batch: int, work: Work) -> Tensor:
+        """Results [batch, ...] of the work, done for both halves; two sequences at least."""
+        middle = -(-batch // 2)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        other = self._thread.submit(self._second, work, middle, batch)
+        try:
+            with trace.span("half", number=0):
+                first = work(0, middle)
+        finally:
+            other.exception()  # whatever became of this half, that one ends before we go on
+        second = other.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return torch.cat([first, second])
+
+    def _second(self, work: Work, first: int, last: int) -> Tensor:
+        where = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), where, trace.span("half", number=1):
+            return work(first, last)

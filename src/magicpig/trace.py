@@ -1,0 +1,140 @@
+"""Traces: what happened when, on the CPU's threads and on a GPU, for chrome://tracing or Perfetto.
+
+    with trace.recording("steps.json"):
+        llm.generate(...)
+
+While nothing is recorded, a span costs a look at a variable.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from magicpig.files import write_whole
+
+CPU, GPU = 1, 2  # "processes" of a trace
+
+
+class Trace:
+    """Spans so far. Threads may add to it at the same time."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._events: list[dict[str, Any]] = []
+        self._on_device: list[tuple[str, torch.cuda.Event, torch.cuda.Event, int, dict[str, Any]]]
+        self._on_device = []
+        self._origin: torch.cuda.Event | None = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            self._start = time.perf_counter()
+            self._origin = _now()
+
+    @contextmanager
+    def span(self, name: str, arguments: dict[str, Any]) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            thread = threading.get_native_id()
+            self._add(name, CPU, thread, begin - self._start, end - begin, arguments)
+
+    @contextmanager
+    def device_span(self, name: str, arguments: dict[str, Any]) -> Iterator[None]:
+        if self._origin is None:
+            with self.span(name, arguments):
+                yield
+            return
+        begin = _now()
+        try:
+            yield
+        finally:
+            stream = torch.cuda.current_stream().cuda_stream
+            self._on_device.append((name, begin, _now(), stream, arguments))
+
+    def _add(
+        self,
+        name: str,
+        process: int,
+        thread: int,
+        begin: float,
+        seconds: float,
+        arguments: dict[str, Any],
+    ) -> None:
+        self._events.append(
+            {
+                "name": name,
+                "ph": "X",
+                "pid": process,
+                "tid": thread,
+                "ts": round(1e6 * begin, 3),
+                "dur": round(1e6 * seconds, 3),
+                "args": arguments,
+            }
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """In the format of trace viewers; times are microseconds."""
+        if self._origin is not None:
+            torch.cuda.synchronize()
+            for name, begin, end, stream, arguments in self._on_device:
+                at, took = self._origin.elapsed_time(begin), begin.elapsed_time(end)
+                self._add(name, GPU, stream, at / 1e3, took / 1e3, arguments)
+            self._on_device = []
+        names = [
+            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+            for pid, name in ((CPU, "CPU"), (GPU, "GPU"))
+        ]
+        events = sorted(self._events, key=lambda event: float(event["ts"]))
+        return {"displayTimeUnit": "ms", "traceEvents": names + events}
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+_current: Trace | None = None
+
+
+def span(name: str, **arguments: Any) -> AbstractContextManager[None]:
+    """Something that the calling thread does."""
+    return nullcontext() if _current is None else _current.span(name, arguments)
+
+
+def device_span(name: str, **arguments: Any) -> AbstractContextManager[None]:
+    """Something that the calling thread asks of the device, when the device does it."""
+    return nullcontext() if _current is None else _current.device_span(name, arguments)
+
+
+def check_path(path: Path) -> None:
+    """Raises where a trace could not be written."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {str(path.parent)!r} for the trace does not exist")
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder: name a file for the trace")
+
+
+@contextmanager
+def recording(path: Path | str) -> Iterator[Trace]:
+    """Writes what happens inside to a file, at the end. One at a time."""
+    global _current
+    if _current is not None:
+        raise RuntimeError("a trace is being recorded already")
+    path = Path(path)
+    check_path(path)
+    _current = Trace()
+    try:
+        yield _current
+    finally:
+        done, _current = _current, None
+        write_whole(path, json.dumps(done.as_dict()).encode())

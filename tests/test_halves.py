@@ -1,0 +1,127 @@
+"""Two halves of a batch by turns, and traces of what happens: here in the code that GPUs run."""
+
+import itertools
+import json
+import threading
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+from zoo import loaded
+
+from magicpig import LLM, SamplingParams, WindowConfig, trace
+from magicpig.cli import app
+from magicpig.engine.halves import Halves
+from magicpig.kv import hybrid_layer
+from magicpig.kv.hybrid_layer import HybridLayer
+
+PROMPTS = [[i * k % 200 + 3 for i in range(40 * k)] for k in (2, 3, 4, 5, 7)]
+PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Layers are made as for a GPU."""
+    for name in ("lsh", "scan", "cpu_dense"):
+        monkeypatch.setattr(f"magicpig.attention.{name}.new_layer", HybridLayer)
+
+
+def llm_for(method, halves):
+    llm = LLM(loaded("llama"), method=method, window=WindowConfig(4, 8, 16))
+    runner = llm.engine.runner
+    assert runner.halves is None  # on a CPU there is one place to work
+    runner.halves = Halves(runner.device) if halves else None
+    runner.prompts_on_host = halves
+    return llm
+
+
+@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:100%", "cpu-dense"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_halves_give_the_same_tokens(on_device, method, count):
+    whole, halved = (
+        [g.completions[0].token_ids for g in llm_for(method, h).generate(PROMPTS[:count], PARAMS)]
+        for h in (False, True)
+    )
+    assert halved == whole
+
+
+def test_halves_share_the_cpu_by_turns(on_device, monkeypatch, tmp_path):
+    with trace.recording(tmp_path / "trace.json"):
+        llm_for("lsh:4:12", True).generate(PROMPTS, PARAMS)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    names = {event["name"] for event in spans}
+    assert {"prompt", "decode", "half", "window", "far context"} <= names
+    far = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] == "far context")
+    assert all(one[1] <= other[0] + 1 for one, other in itertools.pairwise(far))
+    halves = {e["args"]["number"]: e["tid"] for e in spans if e["name"] == "half"}
+    assert halves[0] != halves[1]
+
+
+def test_an_error_in_either_half_waits_for_the_other():
+    halves = Halves(torch.device("cpu"))
+    for failing in (0, 1):
+        ended = threading.Event()
+
+        def work(first, last, failing=failing, ended=ended):
+            if (first == 0) == (failing == 0):
+                raise ValueError(f"half {failing}")
+            time.sleep(0.05)
+            ended.set()
+            return torch.zeros(last - first, 3)
+
+        with pytest.raises(ValueError, match=f"half {failing}"):
+            halves.run(4, work)
+        assert ended.is_set()
+    assert halves.run(3, lambda first, last: torch.arange(first, last)).tolist() == [0, 1, 2]
+
+
+def test_a_failing_step_ends_its_sequences_and_no_others(on_device, monkeypatch):
+    llm = llm_for("lsh:4:12", True)
+    attend, left = hybrid_layer._native.attend, [40]
+
+    def failing(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError("no more")
+        return attend(*arguments)
+
+    monkeypatch.setattr(hybrid_layer._native, "attend", failing)
+    with pytest.raises(MemoryError, match="no more"):
+        llm.generate(PROMPTS[:3], PARAMS)
+    assert len(llm.generate(PROMPTS[:3], PARAMS)) == 3
+
+
+def test_nothing_is_recorded_outside(tmp_path):
+    with trace.span("nothing"):
+        pass
+    with trace.recording(tmp_path / "a.json"):
+        with pytest.raises(RuntimeError, match="already"), trace.recording(tmp_path / "b.json"):
+            pass
+        with trace.span("something", size=3):
+            pass
+        with trace.device_span("on the device"):
+            pass
+    spans = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    found = {e["name"]: e for e in spans if e["ph"] == "X"}
+    assert set(found) == {"something", "on the device"}
+    assert found["something"]["args"] == {"size": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_trace_is_written_after_an_error_too(tmp_path):
+    with pytest.raises(KeyError), trace.recording(tmp_path / "a.json"), trace.span("before"):
+        raise KeyError
+    assert "before" in (tmp_path / "a.json").read_text()
+    with trace.recording(tmp_path / "b.json"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/a.json", "."])
+def test_a_trace_that_cannot_be_written_is_refused_first(tmp_path, name):
+    result = CliRunner().invoke(
+        app, ["generate", "--prompt", "x", "--model", "none", "--trace", str(tmp_path / name)]
+    )
+    assert result.exit_code == 1
+    assert "trace" in result.stderr
