@@ -320,7 +320,8 @@ def test_what_is_held_was_estimated(name, method):
             sizes = [s.usage.nbytes for s in request.sequences]
             shared = sizes[0].rows + sizes[0].index
             held = max(held, shared + sum(size.window for size in sizes))
-    assert held <= request.estimated_bytes < 8 * held
+    assert held <= request.needed.host < 8 * held
+    assert request.needed.device == 0
 
 
 def test_rotary_embeddings_that_know_the_batch_are_run_alone():

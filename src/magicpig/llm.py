@@ -10,11 +10,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from magicpig import _native
 from magicpig.attention.base import Method
 from magicpig.attention.plan import make_plan
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.engine.engine import Engine
+from magicpig.engine.memory import largest_batch, there_is
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Choice
@@ -26,8 +26,6 @@ from magicpig.kv.cost import Cost
 from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel, load
 from magicpig.models.identity import identity
-
-MEMORY_SHARE = 0.9  # of the memory that is free after loading, for keys, values and indexes
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -86,7 +84,10 @@ class LLM:
         the first and the middle one.
     device, dtype: see magicpig.models.load.
     max_sequences: completions that run at the same time; more wait.
-    memory_bytes: for keys, values and indexes of all of them; None: most of what is free.
+    cpu_memory: bytes, or a text like 64GiB, for keys, values and indexes of all of them; None: most
+        of what is free. memory_bytes: the same, in bytes.
+    gpu_memory: of a model on a GPU, all that it may use of it: weights, windows, dense layers, work
+        space; None: most of what is free.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class LLM:
         dtype: str = "auto",
         max_sequences: int = 64,
         memory_bytes: int | None = None,
+        cpu_memory: int | str | None = None,
+        gpu_memory: int | str | None = None,
     ) -> None:
         make_plan(method, 1, lsh, ())  # before a model is loaded for nothing
         if not isinstance(model, (str, LoadedModel)):
@@ -125,16 +128,25 @@ class LLM:
         }
         ends = loaded.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
-        if memory_bytes is None:
-            memory_bytes = int(_native.available_memory() * MEMORY_SHARE)
+        if memory_bytes is not None and cpu_memory is not None:
+            raise ValueError("cpu_memory and memory_bytes are the same: give one of them")
+        weights = sum(p.nbytes for p in loaded.model.parameters())
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+        runner = Runner(loaded.model, plan, window or WindowConfig())
+        limit = memory_bytes if cpu_memory is None else cpu_memory
         self.engine = Engine(
-            Runner(loaded.model, plan, window or WindowConfig()),
+            runner,
             loaded.tokenizer,
-            Scheduler(memory_bytes, max_sequences),
+            Scheduler(there_is(runner.needs, weights, limit, gpu_memory), max_sequences),
             frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
             self.max_length,
         )
+
+    def largest_batch(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Sequences with prompts of their own that fit into memory together, as far as is known
+        before they run; 0: not even one."""
+        budget = self.engine.scheduler.budget
+        return largest_batch(self.engine.runner.needs, budget, prompt_tokens, new_tokens)
 
     def generate(
         self,

@@ -40,8 +40,13 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def load_llm(context: Path | None, options: dict[str, Any], device: str) -> LLM:
-    """The model, as options say; where they say nothing (None), as the saved context was made."""
+def load_llm(
+    context: Path | None, options: dict[str, Any], device: str, memory: dict[str, str | None]
+) -> LLM:
+    """The model, as options say; where they say nothing (None), as the saved context was made.
+
+    memory: limits, as LLM takes them.
+    """
     known = store.load_about(context)["settings"] if context else {}
     chosen = {**known, **{name: value for name, value in options.items() if value is not None}}
     return LLM(
@@ -50,6 +55,7 @@ def load_llm(context: Path | None, options: dict[str, Any], device: str) -> LLM:
         dense_layers=chosen.get("dense_layers"),
         device=device,
         dtype=chosen.get("dtype", "auto"),
+        **memory,  # type: ignore[arg-type]
     )
 
 

@@ -71,6 +71,12 @@ def generate(
     device: Annotated[str, option(OUTPUT, help="auto, cpu, cuda, ...")] = "auto",
     dtype: Annotated[str | None, option(OUTPUT, help="auto, bfloat16, float32, ... (auto)")] = None,
     threads: Annotated[int | None, option(OUTPUT, help="CPU threads. (all)")] = None,
+    cpu_memory: Annotated[
+        str | None, option(OUTPUT, help="For keys, values and index, like 64GiB. (most of it)")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, option(OUTPUT, help="All that is used of a GPU, like 24GiB. (most of it)")
+    ] = None,
     trace: Annotated[
         Path | None,
         option(OUTPUT, help="Write what happened when to this file, for chrome://tracing."),
@@ -116,6 +122,7 @@ def generate(
             "dtype": dtype,
         },
         device,
+        {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory},
     )
     gc.freeze()
     gc.enable()

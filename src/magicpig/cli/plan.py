@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,17 +16,9 @@ if TYPE_CHECKING:
 
 def quantity(flag: str, text: str | None) -> float | None:
     """Bytes or bytes/s: 24GiB, 48GB, 300GB/s."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?(?:/s)?\s*", text.lower())
-    try:
-        value = float(match[1]) if match else 0.0
-    except ValueError:
-        value = 0.0
-    if not match or value <= 0:
-        raise ValueError(f"{flag} must be a number and a unit, like 24GiB or 300GB/s, not {text!r}")
-    base, power = 1024.0 if match[3] else 1000.0, " kmgt".index(match[2] or " ")
-    return value * base**power
+    from magicpig.engine.memory import parse_bytes
+
+    return None if text is None else parse_bytes(flag, text.removesuffix("/s"))
 
 
 def plan(

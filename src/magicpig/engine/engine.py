@@ -56,7 +56,7 @@ class Engine:
         """
         self._check(prompt_ids, known)
         new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
-        needed = self.runner.estimate_bytes(len(prompt_ids), new_tokens, params.n)
+        needed = self.runner.needs.of(len(prompt_ids), new_tokens, params.n)
         request = Request(next(self._ids), list(prompt_ids), params, needed, known, keep_prompt)
         self.scheduler.add(request)
         self._requests[request.id] = request

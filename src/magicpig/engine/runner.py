@@ -26,6 +26,7 @@ from magicpig.attention.exact import torch_has_tiles
 from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
 from magicpig.engine.halves import Halves
+from magicpig.engine.memory import Needs, heads_of
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
@@ -99,13 +100,6 @@ def rotary_kinds(config: PreTrainedConfig) -> set[str]:
     return {str(one["rope_type"]) for one in each if "rope_type" in one}
 
 
-def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads and their dimension, of a model's layers."""
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, dim
-
-
 def check_supported(config: PreTrainedConfig) -> None:
     """Raises for models that would give wrong results, or an error after a long prompt."""
     if not hasattr(config, "num_attention_heads"):
@@ -151,6 +145,7 @@ class Runner:
         self.prompts_on_host = not on_cpu  # where the CPU keeps the far context
         self.halves = None if on_cpu or not plan.method.on_host else Halves(self.device)
         self.window = window
+        self.needs = Needs(model.config, plan, window, self.dtype, self.device, self.part_tokens)
         config = model.config.get_text_config(decoder=True)
         check_supported(config)
         kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
@@ -284,24 +279,3 @@ class Runner:
             logits_to_keep=1,
         )
         return out.logits[:, -1]  # type: ignore[no-any-return]
-
-    def estimate_bytes(self, prompt_tokens: int, new_tokens: int, n: int) -> int:
-        """Memory that keys, values and indexes of a request may come to need.
-
-        While a prompt is read its keys and values are there twice, once as tensors.
-        """
-        config = self.model.config.get_text_config(decoder=True)
-        heads, dim = heads_of(config)
-        vectors = 2 * heads * (-(-dim // 16) * 16) * self.dtype.itemsize
-        tokens = prompt_tokens + n * new_tokens
-        window = self.window.sinks + self.window.local + 2 * self.window.block
-        total = 0
-        for i, layer in enumerate(DynamicCache(config=self.model.config).layers):
-            if type(layer) is DynamicSlidingWindowLayer:
-                total += n * min(tokens, layer.sliding_window + self.window.block) * vectors
-            if type(layer) is not DynamicLayer:
-                continue
-            total += (tokens + prompt_tokens + n * min(tokens, window)) * vectors
-            shape = LayerShape(config.num_attention_heads, heads, dim, self.dtype, self.device)
-            total += self.plan.of(i).index_bytes(shape, tokens)
-        return total

@@ -8,27 +8,32 @@ from __future__ import annotations
 
 from collections import deque
 
+from magicpig.engine.memory import Memory
 from magicpig.engine.sequence import Request, Sequence
 
 
 class Scheduler:
-    """budget_bytes: for keys, values and indexes of all requests that were let in."""
+    """budget: for keys, values and indexes of all requests that were let in."""
 
-    def __init__(self, budget_bytes: int, max_sequences: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, budget: Memory, max_sequences: int) -> None:
+        self.budget = budget
         self.max_sequences = max_sequences
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
         self._let_in: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        if request.estimated_bytes > self.budget_bytes:
-            raise MemoryError(
-                f"the request may need {request.estimated_bytes / 1e9:.2f} GB for keys, values and "
-                f"index ({len(request.prompt_ids)} prompt tokens, {request.params.n} times up to "
-                f"{request.params.max_tokens} new ones); {self.budget_bytes / 1e9:.2f} GB are "
-                "there: shorten the prompt, lower max_tokens or n, or use fewer num_tables"
-            )
+        for name, needed, there in (
+            ("", request.needed.host, self.budget.host),
+            ("of the GPU's memory ", request.needed.device, self.budget.device),
+        ):
+            if needed > there:
+                raise MemoryError(
+                    f"the request may need {needed / 1e9:.2f} GB {name}for keys, values and index "
+                    f"({len(request.prompt_ids)} prompt tokens, {request.params.n} times up to "
+                    f"{request.params.max_tokens} new ones); {there / 1e9:.2f} GB are there: "
+                    "shorten the prompt, lower max_tokens or n, or take a smaller index"
+                )
         if request.params.n > self.max_sequences:
             raise ValueError(
                 f"n must be at most {self.max_sequences} (max_sequences), not {request.params.n}"
@@ -40,9 +45,9 @@ class Scheduler:
         if not self.waiting:
             return None
         request, let_in = self.waiting[0], self._let_in.values()
-        memory = sum(other.estimated_bytes for other in let_in) + request.estimated_bytes
+        memory = sum((other.needed for other in let_in), request.needed)
         sequences = sum(other.params.n for other in let_in) + request.params.n
-        if let_in and (memory > self.budget_bytes or sequences > self.max_sequences):
+        if let_in and (not memory.fits(self.budget) or sequences > self.max_sequences):
             return None
         self._let_in[request.id] = request
         return self.waiting.popleft()

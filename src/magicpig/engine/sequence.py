@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from magicpig.engine.memory import Memory
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sampler import Choice, Sampler
 from magicpig.engine.text import Detokenizer
@@ -45,7 +46,7 @@ class Event:
 class Request:
     """A prompt and what is wanted of it.
 
-    estimated_bytes: the memory it may come to need.
+    needed: the memory it may come to need.
     known: keys and values of the prompt's first tokens, read before.
     keep_prompt: whether `prompt` is to hold the prompt's keys and values once it is read.
     """
@@ -53,7 +54,7 @@ class Request:
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    estimated_bytes: int = 0
+    needed: Memory = field(default_factory=Memory)
     known: SequenceKV | None = None
     keep_prompt: bool = False
     prompt: SequenceKV | None = None

@@ -111,7 +111,7 @@ def geometry_of(name: str) -> ModelGeometry:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from magicpig.engine.runner import heads_of
+    from magicpig.engine.memory import heads_of
     from magicpig.hf.cache import full_attention_layers
 
     if name.lower() in KNOWN:

@@ -1,0 +1,172 @@
+"""Memory: what a request may come to need of it, and what there is.
+
+Two kinds are counted apart: the host's, and that of the model's device where it is another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from magicpig import _native
+from magicpig.attention.plan import Plan
+from magicpig.config import WindowConfig
+from magicpig.kv.base import LayerShape
+
+SHARE = 0.9  # of the memory that is free, for keys, values and indexes
+LIBRARIES = 600_000_000  # bytes that CUDA and its libraries take of a GPU
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the host's memory, and of the device's; on a CPU there is only the former."""
+
+    host: int = 0
+    device: int = 0
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(self.host + other.host, self.device + other.device)
+
+    def fits(self, there: Memory) -> bool:
+        return self.host <= there.host and self.device <= there.device
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes, from a number or a text like 24GiB, 48GB, 300MB."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{name} must be a number of bytes or a text like 24GiB, not {value!r}")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
+    nbytes = 0.0
+    if match:
+        base, power = 1024.0 if match[3] else 1000.0, " kmgt".index(match[2] or " ")
+        nbytes = float(match[1]) * base**power
+    if nbytes < 1:
+        raise ValueError(f"{name} must be a number and a unit, like 24GiB or 48GB, not {value!r}")
+    return int(nbytes)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What requests need, for a model under a plan.
+
+    part_tokens: of a prompt, read at once.
+    """
+
+    config: PreTrainedConfig
+    plan: Plan
+    window: WindowConfig
+    dtype: torch.dtype
+    device: torch.device
+    part_tokens: int
+
+    def of(self, prompt_tokens: int, new_tokens: int, n: int = 1) -> Memory:
+        """Of n completions of a prompt; they share its far context.
+
+        While a prompt is read its keys and values are there twice, once as tensors.
+        """
+        total, tokens = Memory(), prompt_tokens + n * new_tokens
+        at_hand = 0  # of the largest layer, while it is read or attended to
+        for i, layer in enumerate(DynamicCache(config=self.config).layers):
+            window = self.window.sinks + self.window.local + 2 * self.window.block
+            if type(layer) is DynamicSlidingWindowLayer:
+                kept = n * min(tokens, layer.sliding_window + self.window.block)
+                total += self._near(kept * self._vectors)
+            if type(layer) is not DynamicLayer:
+                continue
+            method = self.plan.of(i)
+            index = method.index_bytes(self._shape, tokens)
+            near = n * min(tokens, window) * self._vectors
+            read = (tokens + prompt_tokens) * self._vectors
+            total += self._near(near)
+            if not self._elsewhere:
+                total += Memory(read + index)
+            elif method.on_host:
+                total += Memory(read + index)
+                at_hand = max(at_hand, 2 * tokens * self._vectors)
+            else:  # a batch has its far contexts side by side, beside those of its sequences
+                total += Memory(0, read + index + tokens * self._vectors)
+        return total + Memory(0, at_hand)
+
+    def workspace(self) -> int:
+        """Of the device, for a part of a prompt on its way through a layer."""
+        text = self.config.get_text_config(decoder=True)
+        intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        widths = 8 * text.hidden_size + 3 * intermediate
+        return int(self.part_tokens * widths * self.dtype.itemsize)
+
+    @property
+    def _elsewhere(self) -> bool:
+        return self.device.type != "cpu"
+
+    def _near(self, nbytes: int) -> Memory:
+        """Where the model computes."""
+        return Memory(0, nbytes) if self._elsewhere else Memory(nbytes)
+
+    @property
+    def _shape(self) -> LayerShape:
+        heads, dim = heads_of(self.config.get_text_config(decoder=True))
+        text = self.config.get_text_config(decoder=True)
+        return LayerShape(text.num_attention_heads, heads, dim, self.dtype, self.device)
+
+    @property
+    def _vectors(self) -> int:
+        """Bytes of a token's keys and values in one layer."""
+        shape = self._shape
+        return shape.num_kv_heads * 2 * (-(-shape.head_dim // 16) * 16) * self.dtype.itemsize
+
+
+def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """KV heads and their dimension, of a model's layers."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, dim
+
+
+def there_is(
+    needs: Needs, weights: int, host: int | str | None, device: int | str | None
+) -> Memory:
+    """What requests may use together.
+
+    weights: bytes of the model on the device. host, device: limits; None: most of what is free.
+    ValueError when a device's limit leaves nothing.
+    """
+    for_host = (
+        int(_native.available_memory() * SHARE) if host is None else parse_bytes("cpu_memory", host)
+    )
+    if needs.device.type != "cuda":
+        if device is not None:
+            raise ValueError("gpu_memory limits a GPU; the model is on the CPU: leave it out")
+        return Memory(for_host)
+    if device is None:
+        free, _ = torch.cuda.mem_get_info(needs.device)
+        return Memory(for_host, int(free * SHARE) - needs.workspace())
+    limit = parse_bytes("gpu_memory", device)
+    left = limit - LIBRARIES - weights - needs.workspace()
+    if left <= 0:
+        parts = weights, needs.workspace(), LIBRARIES
+        raise ValueError(
+            f"gpu_memory is {_gb(limit)}, and {_gb(sum(parts))} are needed before the first "
+            f"sequence: {_gb(parts[0])} for weights, {_gb(parts[1])} for a part of a prompt, "
+            f"{_gb(parts[2])} for CUDA"
+        )
+    total = torch.cuda.get_device_properties(needs.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - LIBRARIES) / total), needs.device)
+    return Memory(for_host, left)
+
+
+def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: int) -> int:
+    """Sequences with prompts of their own that fit at the same time; 0: not even one."""
+    one = needs.of(prompt_tokens, new_tokens)
+    fitting: Sequence[int] = [
+        have // need for have, need in ((there.host, one.host), (there.device, one.device)) if need
+    ]
+    return min(fitting, default=0)
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"

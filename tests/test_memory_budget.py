@@ -1,0 +1,115 @@
+"""Memory budgets: what requests need of the host's memory and of a GPU's, and what fits."""
+
+import pytest
+import torch
+from zoo import loaded, make_model
+
+from magicpig import LLM, SamplingParams, WindowConfig
+from magicpig.attention.plan import make_plan
+from magicpig.engine.memory import Memory, Needs, largest_batch, parse_bytes, there_is
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+WINDOW = WindowConfig(4, 8, 16)
+LAYERS, KV_HEADS, DIM = 4, 2, 16
+VECTORS = KV_HEADS * 2 * DIM * 2  # bytes of a token in a layer
+
+
+def needs(method, device, name="llama", dense=()):
+    config = make_model(name).config
+    plan = make_plan(method, LAYERS, dense_layers=dense)
+    return Needs(config, plan, WINDOW, torch.bfloat16, device, 512)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("24GiB", 24 * 2**30), ("48GB", 48e9), (" 1.5 tb", 1.5e12), (7, 7), ("64mib", 2**26)],
+)
+def test_sizes_are_read(text, value):
+    assert parse_bytes("x", text) == value
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "0GB", "1.2.3GB", "GB", 0, "300GB/s"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="x must be a number and a unit"):
+        parse_bytes("x", text)
+
+
+@pytest.mark.parametrize("value", [None, True, 1.5, [3]])
+def test_what_is_no_size_at_all(value):
+    with pytest.raises(TypeError, match="x must be a number of bytes"):
+        parse_bytes("x", value)
+
+
+def test_on_a_cpu_all_is_the_hosts():
+    for method in ("full", "lsh:4:12", "scan:2:1%", "topk:2%"):
+        assert needs(method, CPU).of(1000, 100).device == 0
+
+
+def test_far_contexts_are_the_hosts_and_windows_the_gpus():
+    needed = needs("cpu-dense", GPU).of(1000, 100)
+    assert needed.host == LAYERS * (1100 + 1000) * VECTORS
+    window = 4 + 8 + 2 * 16
+    assert needed.device == LAYERS * window * VECTORS + 2 * 1100 * VECTORS
+    scan = needs("scan:2:1%", GPU).of(1000, 100)
+    assert scan.device == needed.device
+    assert scan.host == needed.host + LAYERS * KV_HEADS * 1100 * (DIM * 2 // 8 + 8)
+
+
+def test_dense_layers_count_on_the_gpu():
+    sparse, dense = (needs("lsh:4:12", GPU, dense=d).of(1000, 100) for d in ((), (0, 2)))
+    assert dense.device - sparse.device == 2 * (1100 + 1000 + 1100) * VECTORS
+    assert dense.host < sparse.host
+    full = needs("full", GPU).of(1000, 100)
+    assert full.host == 0
+    assert full.device > dense.device
+
+
+def test_sliding_layers_are_where_the_model_is():
+    here, there = (needs("lsh:4:12", device, "gemma3").of(2000, 100) for device in (CPU, GPU))
+    assert here.device == 0
+    assert 0 < there.device < here.host
+
+
+def test_completions_share_a_prompt():
+    one, four = (needs("lsh:4:12", GPU).of(1000, 100, n) for n in (1, 4))
+    assert four.host < 2 * one.host
+    assert four.device > one.device
+
+
+@pytest.mark.parametrize("method", ["full", "lsh:4:12", "scan:2:1%"])
+def test_the_largest_batch_is_the_largest_that_fits(method):
+    for device in (CPU, GPU):
+        asked, there = needs(method, device), Memory(50_000_000, 30_000_000)
+        batch = largest_batch(asked, there, 3000, 50)
+        assert batch > 0
+        one = asked.of(3000, 50)
+        assert sum([one] * batch, Memory()).fits(there)
+        assert not sum([one] * (batch + 1), Memory()).fits(there)
+    assert largest_batch(needs("lsh:4:12", GPU), Memory(10**9, 1000), 3000, 50) == 0
+
+
+def test_requests_wait_until_there_is_room():
+    needed = needs("lsh:4:12", CPU).of(200, 20).host
+    llm = LLM(loaded("llama", dtype=torch.bfloat16), method="lsh:4:12", cpu_memory=3 * needed)
+    assert llm.largest_batch(200, 20) in (1, 2, 3)  # its window is larger than the one above
+    together = 0
+    for prompt in range(6):
+        llm.engine.add([prompt + 5] * 200, SamplingParams(max_tokens=20, ignore_eos=True))
+    while llm.engine.has_work:
+        llm.engine.step()
+        together = max(together, len(llm.engine.scheduler.running))
+    assert together <= llm.largest_batch(200, 20)
+
+
+def test_limits_are_checked():
+    asked = needs("lsh:4:12", CPU)
+    assert there_is(asked, 0, "1GB", None) == Memory(10**9)
+    assert there_is(asked, 0, None, None).host > 10**8
+    with pytest.raises(ValueError, match="gpu_memory limits a GPU; the model is on the CPU"):
+        there_is(asked, 0, None, "24GiB")
+    with pytest.raises(ValueError, match="cpu_memory must be a number and a unit"):
+        LLM(loaded("llama"), cpu_memory="plenty")
+    with pytest.raises(ValueError, match="the same: give one"):
+        LLM(loaded("llama"), cpu_memory="1GB", memory_bytes=10**9)
+    with pytest.raises(ValueError, match=r"gpu_memory is 1\.00 GB, and 1\.6\d GB are needed"):
+        there_is(needs("lsh:4:12", GPU), 10**9, "1GB", "1GB")
