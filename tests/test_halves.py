@@ -36,7 +36,7 @@ def llm_for(method, halves):
     return llm
 
 
-@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:100%", "cpu-dense"])
+@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:100%", "cpu-dense", "kv-stream"])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_halves_give_the_same_tokens(on_device, method, count):
     whole, halved = (

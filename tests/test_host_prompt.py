@@ -42,7 +42,7 @@ def llm_for(name, method, on_host, part_tokens=16):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:20%", "cpu-dense", "topk:10%"])
+@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:20%", "cpu-dense", "kv-stream", "topk:10%"])
 def test_models_read_the_same(name, method):
     prompt = [i * 7 % 200 + 3 for i in range(150)]
     plain, on_host = (

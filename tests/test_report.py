@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
+from magicpig import files
 from magicpig.evals import plots, records, tables
 from magicpig.evals.about import about, command
 from magicpig.evals.records import Records
@@ -380,7 +381,7 @@ def test_a_report_that_fails_leaves_the_last_one_as_it_was(tmp_path, monkeypatch
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_report(tmp_path, some, {}, {"scale": math.nan})
-    monkeypatch.setattr(records.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         write_report(tmp_path, some, {}, {})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

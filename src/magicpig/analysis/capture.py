@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache
 
 from magicpig.attention.plan import make_plan
 from magicpig.config import WindowConfig
-from magicpig.engine.runner import Prefill, Runner, heads_of
+from magicpig.engine.memory import heads_of
+from magicpig.engine.runner import Prefill, Runner
 from magicpig.hf.cache import BatchLayer, begin_pass
 from magicpig.models import LoadedModel
 

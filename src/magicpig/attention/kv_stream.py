@@ -25,6 +25,7 @@ class KvStream(NearAndFar):
     """Exact attention on the device over a cache that is not there."""
 
     name: ClassVar[str] = "kv-stream"
+    on_host: ClassVar[bool] = True
     exact: ClassVar[bool] = True
 
     def store(self, shape: LayerShape, keys: Tensor, values: Tensor) -> FarTokens:

@@ -11,7 +11,11 @@ from magicpig.kv.seats import Seats, Sitter
 
 
 class DeviceWindow(Sitter):
-    """As _native.Window, whose methods have the same names and meaning."""
+    """As _native.Window, whose methods have the same names and meaning.
+
+    seconds: thread-seconds of the native core on steps whose first sequence this was: drawing rows,
+        attention over drawn rows, and over rows read whole.
+    """
 
     spoiled = False  # numbers that are not finite are found when they leave for the far context
 
@@ -23,6 +27,7 @@ class DeviceWindow(Sitter):
         self.sit(Seats([(empty, empty)]), 0)
         self.reads = 0, 0
         self.far_reads = 0, 0, 0, 0
+        self.seconds = 0.0, 0.0, 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +63,10 @@ class DeviceWindow(Sitter):
         other.reads = self.reads
         other.far_reads = self.far_reads
         return other
+
+    def spend(self, spent: tuple[float, float, float]) -> None:
+        draw, drawn, whole = self.seconds
+        self.seconds = draw + spent[0], drawn + spent[1], whole + spent[2]
 
     def count(self, rows: int, visited: int, far_tokens: int) -> None:
         """A step of all query heads: rows of the far context that they read, of those there are."""

@@ -106,9 +106,10 @@ def _attend_far(
     rows, visited = torch.zeros(2, *queries.shape[:2], dtype=torch.int64)
     far = [layer.far._native for layer in layers]
     with _turn, trace.span("far context", batch=len(layers)):
-        *_, tokens = _native.attend(
+        draw, drawn, whole, tokens = _native.attend(
             far, queries, scale, softcap or 0.0, False, out, lse, rows, visited, lse.clone()
         )
+    layers[0].window.spend((draw, drawn, whole))
     counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
     for layer, *count in counts:
         layer.window.count(*count)

@@ -109,16 +109,12 @@ class ModelGeometry:
 def geometry_of(name: str) -> ModelGeometry:
     """Of a model by its name: one of KNOWN, a built-in one, a folder, or a name on the hub."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from magicpig.engine.memory import heads_of
     from magicpig.hf.cache import full_attention_layers
 
-    if name.lower() in KNOWN:
-        kind, fields = KNOWN[name.lower()]
-        config = AutoConfig.for_model(kind, **fields)
-    else:
-        config = _config_of(name)
+    config = config_of(name)
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -140,11 +136,15 @@ def geometry_of(name: str) -> ModelGeometry:
     )
 
 
-def _config_of(name: str) -> Any:
+def config_of(name: str) -> Any:
+    """As in geometry_of."""
     from transformers import AutoConfig
 
     from magicpig.models import BUILTIN, cache_folder
 
+    if name.lower() in KNOWN:
+        kind, fields = KNOWN[name.lower()]
+        return AutoConfig.for_model(kind, **fields)
     folder = str(cache_folder() / name) if name in BUILTIN else name
     try:
         return AutoConfig.from_pretrained(folder)
