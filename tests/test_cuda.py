@@ -1,14 +1,17 @@
 """Models on a GPU: the same numbers, with keys and values in CPU memory."""
 
+import gc
+
 import pytest
 import torch
 from test_hf import EVERYTHING, SMALL, assert_same, padded_prompts, run
 from zoo import loaded, make_model
 
-from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, hf
+from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig, hf
 from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
 from magicpig.evals.harness import Harness
+from magicpig.kv import hybrid_layer
 from magicpig.kv.device_index import append_from_device
 from magicpig.models import LoadedModel
 
@@ -140,3 +143,77 @@ def test_parts_of_prompts(dtype, heads, softcap):
     here = attention_mass(queries.float(), keys.float(), None, dim**-0.5, softcap)
     got = attention_mass(*there[:2], None, dim**-0.5, softcap)
     torch.testing.assert_close(got.cpu(), here, atol=1e-2, rtol=tolerance)
+
+
+HYBRID = WindowConfig(4, 8, 16)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:100%", "cpu-dense", "kv-stream"])
+def test_windows_and_prompts_where_they_belong(name, method):
+    """Windows on the GPU, prompts and far contexts in host memory, a batch in two halves."""
+    prompts = [[i * k % 200 + 3 for i in range(40 * k)] for k in (2, 3, 5)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    tokens = []
+    for device in ("cpu", "cuda"):
+        here = loaded(name)
+        model = LoadedModel(here.model.to(device), here.tokenizer, name, here.path)
+        llm = LLM(model, method=method, window=HYBRID)
+        assert (llm.engine.runner.halves is not None) == (device == "cuda")
+        tokens.append([g.completions[0].token_ids for g in llm.generate(prompts, params)])
+    pairs = [zip(one, other, strict=True) for one, other in zip(*tokens, strict=True)]
+    same = [a == b for pair in pairs for a, b in pair]
+    assert sum(same) > 0.9 * len(same)  # a token may differ where two are nearly as likely
+
+
+def cuda_llm(method="lsh:4:12"):
+    here = loaded("llama", dtype=torch.bfloat16)
+    model = LoadedModel(here.model.cuda(), here.tokenizer, "llama", here.path)
+    return LLM(model, method=method, window=HYBRID)
+
+
+@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:10%", "full"])
+def test_a_thousand_steps_leave_nothing_behind(method):
+    llm = cuda_llm(method)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    held = []
+    for _ in range(20):
+        llm.generate([[5, 6, 7] * 30, [9] * 50], params)
+        gc.collect()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[4] + 1e6
+
+
+def test_an_interrupt_in_the_middle_of_a_step(monkeypatch):
+    llm = cuda_llm()
+    attend, left = hybrid_layer._native.attend, [30]
+
+    def interrupted(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return attend(*arguments)
+
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    expected = cuda_llm().generate([[5, 6, 7] * 30, [9] * 50], params)
+    monkeypatch.setattr(hybrid_layer._native, "attend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7] * 30, [9] * 50], params)
+    monkeypatch.undo()
+    again = llm.generate([[5, 6, 7] * 30, [9] * 50], params)
+    assert [g.text for g in again] == [g.text for g in expected]
+
+
+def test_the_limit_of_a_gpus_memory_is_kept():
+    here = loaded("llama", dtype=torch.bfloat16)
+    model = LoadedModel(here.model.cuda(), here.tokenizer, "llama", here.path)
+    llm = LLM(model, method="lsh:4:12", window=HYBRID, gpu_memory="2GB")
+    assert 0 < llm.largest_batch(1000, 100) < 10**6
+    with pytest.raises(MemoryError, match="of the GPU's memory"):
+        LLM(
+            LoadedModel(loaded("llama").model.cuda(), here.tokenizer, "llama", here.path),
+            method="full",
+            gpu_memory="700MB",
+        ).engine.add([5] * 4000, SamplingParams(max_tokens=10, n=60))
+    torch.cuda.set_per_process_memory_fraction(1.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
+
+from magicpig.attention.gpu import has_triton
 
 SCORES_AT_ONCE = 2**20  # floats: they stay in the cache
 SCORES_AT_ONCE_ON_GPU = 2**28
@@ -16,7 +16,7 @@ def attention_mass(
 ) -> Tensor:
     """Sums [batch, kv_heads, tokens] of softmax weights over the last queries of a sequence and the
     query heads of a group; arguments as of `exact_attention`."""
-    if mask is None and keys.is_cuda and find_spec("triton"):
+    if mask is None and has_triton(keys):
         from magicpig.attention.mass_on_gpu import causal_mass
 
         return causal_mass(queries, keys, scale, softcap)

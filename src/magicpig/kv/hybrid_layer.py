@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from magicpig import _native, trace
+from magicpig.attention.gpu import has_triton
 from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
 from magicpig.config import IndexConfig, LSHConfig, WindowConfig
@@ -51,10 +52,11 @@ class HybridLayer(NativeLayer):
             asked = _Sent(queries)
             seats = together([layer.window for layer in layers])
             with trace.device_span("window", batch=len(layers)):
-                seats.append(keys.to(seats.keys), values.to(seats.keys))
-                near = _attend_to_windows(seats, queries.float(), scale, softcap, layers[0].span)
+                scoring, span = Scoring(scale, softcap), layers[0].span
+                attend = _windows_by_triton if has_triton(queries) else _windows
+                near = attend(seats, queries, keys, values, scoring, span)
             far = _attend_far(layers, asked, scale, softcap)
-            out = merge(*near, *far)[0] if far else near[0]
+            out = near[0] if far is None else _merged(near, far, queries.dtype)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
 
@@ -77,21 +79,55 @@ class _Sent:
         return self._tensor
 
 
-def _attend_to_windows(
-    seats: Seats, queries: Tensor, scale: float, softcap: float | None, span: int | None
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over the windows, or over the newest `span` tokens of each."""
-    keys, values, hidden = seats.tokens
+State = tuple[Tensor, Tensor]  # output [batch, heads, dim] and log-sum-exp [batch, heads]
+
+
+def _windows(
+    seats: Seats,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scoring: Scoring,
+    span: int | None,
+) -> State:
+    """A token more in each window, and attention to them, or to the newest `span` of each."""
+    seats.append(keys.to(seats.keys), values.to(seats.keys))
+    all_keys, all_values, hidden = seats.tokens
     if span and max(seats.lengths) > span:
-        firsts = torch.tensor([max(0, n - span) for n in seats.lengths], device=keys.device)
-        old = (torch.arange(keys.shape[2], device=keys.device) < firsts[:, None])[:, None]
-        hidden = old if hidden is None else hidden | old
-    return attend_to_all(queries, keys, values, Scoring(scale, softcap), hidden)
+        old = torch.arange(all_keys.shape[2], device=keys.device) < seats.there[:, None] - span
+        hidden = old[:, None] if hidden is None else hidden | old[:, None]
+    return attend_to_all(queries.float(), all_keys, all_values, scoring, hidden)
+
+
+def _windows_by_triton(
+    seats: Seats,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scoring: Scoring,
+    span: int | None,
+) -> State:
+    from magicpig.attention import window_on_gpu
+
+    seats.make_room()
+    scale, softcap = scoring.scale, scoring.softcap
+    windows = seats.keys, seats.values, seats.there
+    near = window_on_gpu.step(queries, keys, values, *windows, scale, softcap, span)
+    seats.advance()
+    return near
+
+
+def _merged(near: State, far: State, dtype: torch.dtype) -> Tensor:
+    if not has_triton(near[0]):
+        return merge(*near, *far)[0]
+    from magicpig.attention import window_on_gpu
+
+    return window_on_gpu.merge_into(near, far, dtype)
 
 
 def _attend_far(
     layers: Sequence[HybridLayer], asked: _Sent, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor] | None:
+) -> State | None:
     """Output and log-sum-exp over the far contexts, on the device; None where there are none."""
     device = layers[0].shape.device
     if not any(layer.far.num_tokens for layer in layers):

@@ -28,6 +28,7 @@ class Seats:
     def __init__(self, windows: Sequence[tuple[Tensor, Tensor]]) -> None:
         """windows: keys and values [num_kv_heads, tokens, head_dim] of each, copied."""
         self.lengths = [keys.shape[1] for keys, _ in windows]
+        self._there: Tensor | None = None
         self.far: FarTokens | None = None
         self.sums: tuple[Tensor, Tensor] | None = None
         first = windows[0][0]
@@ -41,23 +42,40 @@ class Seats:
         """Views [num_kv_heads, tokens, head_dim]."""
         return self.keys[i, :, : self.lengths[i]], self.values[i, :, : self.lengths[i]]
 
+    @property
+    def there(self) -> Tensor:
+        """int32 [batch], the lengths, on the device: what depends on them need not wait."""
+        if self._there is None:
+            self._there = torch.tensor(self.lengths, dtype=torch.int32, device=self.keys.device)
+        return self._there
+
+    def make_room(self) -> None:
+        """For one token more."""
+        if max(self.lengths) < self.keys.shape[2]:
+            return
+        grown = list(self.keys.shape)
+        grown[2] += max(ROOM, grown[2] // 2)
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(grown)
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """A token [batch, num_kv_heads, head_dim] of each."""
-        if max(self.lengths) == self.keys.shape[2]:
-            grown = list(self.keys.shape)
-            grown[2] += max(ROOM, grown[2] // 2)
-            for name in ("keys", "values"):
-                old = getattr(self, name)
-                new = old.new_zeros(grown)
-                new[:, :, : old.shape[2]] = old
-                setattr(self, name, new)
+        self.make_room()
         if min(self.lengths) == max(self.lengths):
             self.keys[:, :, self.lengths[0]], self.values[:, :, self.lengths[0]] = keys, values
         else:
             rows = torch.arange(len(self.lengths), device=keys.device)
-            at = torch.tensor(self.lengths, device=keys.device)
-            self.keys[rows, :, at], self.values[rows, :, at] = keys, values
+            self.keys[rows, :, self.there], self.values[rows, :, self.there] = keys, values
+        self.advance()
+
+    def advance(self) -> None:
+        """A token of each was written."""
         self.lengths = [length + 1 for length in self.lengths]
+        if self._there is not None:
+            self._there += 1
 
     def drop(self, i: int, first: int, count: int) -> None:
         """Removes tokens from a window."""
@@ -65,6 +83,7 @@ class Seats:
         for tensor in (self.keys, self.values):
             tensor[i, :, first : end - count] = tensor[i, :, first + count : end].clone()
         self.lengths[i] -= count
+        self._there = None
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -74,8 +93,7 @@ class Seats:
         keys, values = self.keys[:, :, :longest], self.values[:, :, :longest]
         if min(self.lengths) == longest:
             return keys, values, None
-        lengths = torch.tensor(self.lengths, device=keys.device)
-        hidden = torch.arange(longest, device=keys.device) >= lengths[:, None]
+        hidden = torch.arange(longest, device=keys.device) >= self.there[:, None]
         return keys, values, hidden[:, None]
 
 

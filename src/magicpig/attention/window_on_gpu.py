@@ -1,0 +1,147 @@
+"""A decode step over windows, in one launch: append a token to each, attend to them all.
+
+In plain torch it takes some thirty launches, each of which costs as much as this attention.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 64  # of a window, looked at together
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _step(
+    queries, new_keys, new_values, keys, values, lengths, out, lse, capacity, scale, softcap, span,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One KV head of one sequence: its window gets a token, its query heads look at all of it."""
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    kv_heads = tl.num_programs(1)
+    length = tl.load(lengths + row)
+    dims = tl.arange(0, WIDE)
+    own = (row * kv_heads + kv_head) * DIM + dims
+    there = dims < DIM
+    key, value = (
+        tl.load(new_keys + own, mask=there, other=0.0),
+        tl.load(new_values + own, mask=there, other=0.0),
+    )
+    base = (row * kv_heads + kv_head) * capacity * DIM
+    tl.store(keys + base + length * DIM + dims, key, mask=there)
+    tl.store(values + base + length * DIM + dims, value, mask=there)
+    heads = tl.arange(0, HEADS)
+    asked = (row * kv_heads * GROUP + kv_head * GROUP + heads)[:, None] * DIM + dims[None, :]
+    q = tl.load(queries + asked, mask=(heads < GROUP)[:, None] & there[None, :], other=0.0)
+    # The new token is looked at first: what was stored just now is not read back.
+    scores = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    if HAS_SOFTCAP:
+        scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap))) * softcap
+    highest = scores * LOG2_E
+    total = tl.full([HEADS], 1.0, tl.float32)
+    sums = tl.zeros([HEADS, WIDE], tl.float32) + value.to(tl.float32)[None, :]
+    first = tl.maximum(0, length + 1 - span)
+    for begin in range(first // BLOCK * BLOCK, length, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        seen = (at < length) & (at >= first)
+        place = base + at[:, None] * DIM + dims[None, :]
+        mask = seen[:, None] & there[None, :]
+        k = tl.load(keys + place, mask=mask, other=0.0)
+        v = tl.load(values + place, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:
+            scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap))) * softcap
+        scores = tl.where(seen[None, :], scores * LOG2_E, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(weights, 1)
+        if PRECISION == "ieee":
+            added = tl.dot(weights, v.to(tl.float32), input_precision=PRECISION)
+        else:
+            added = tl.dot(weights.to(v.dtype), v)
+        sums = sums * fade[:, None] + added
+        highest = higher
+    result = row * kv_heads * GROUP + kv_head * GROUP + heads
+    tl.store(lse + result, (highest + tl.log2(total)) / LOG2_E, mask=heads < GROUP)
+    tl.store(out + asked, sums / total[:, None], mask=(heads < GROUP)[:, None] & there[None, :])
+
+
+@triton.jit
+def _merge(near, near_lse, far, far_lse, out, count, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Of one query head of one sequence."""
+    head = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, WIDE)
+    at, there = head * DIM + dims, dims < DIM
+    a, b = tl.load(near_lse + head), tl.load(far_lse + head)
+    peak = tl.maximum(a, b)  # windows are never empty: finite
+    weight_a, weight_b = tl.exp(a - peak), tl.exp(b - peak)
+    x = tl.load(near + at, mask=there, other=0.0)
+    y = tl.load(far + at, mask=there, other=0.0)
+    merged = (x * weight_a + y * weight_b) / (weight_a + weight_b)
+    tl.store(out + at, merged.to(out.dtype.element_ty), mask=there)
+
+
+def step(
+    queries: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float | None,
+    span: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, dim] and log-sum-exp [batch, heads], in float32.
+
+    queries: [batch, heads, dim]. new_keys, new_values: [batch, kv_heads, dim], written behind the
+    tokens that there are. keys, values: [batch, kv_heads, capacity, dim]. lengths: int32 [batch],
+    of the windows without the new token. span: of the newest tokens, how many are seen.
+    """
+    batch, heads, dim = queries.shape
+    kv_heads, capacity = keys.shape[1:3]
+    group = heads // kv_heads
+    out = torch.empty(batch, heads, dim, device=queries.device)
+    lse = torch.empty(batch, heads, device=queries.device)
+    wide = torch.float32 in (queries.dtype, keys.dtype)
+    dtype = torch.float32 if wide else keys.dtype
+    _step[batch, kv_heads](
+        queries.to(dtype).contiguous(),
+        new_keys.to(keys.dtype).contiguous(),
+        new_values.to(keys.dtype).contiguous(),
+        keys,
+        values,
+        lengths,
+        out,
+        lse,
+        capacity,
+        scale,
+        softcap or 1.0,
+        span or 2**30,
+        GROUP=group,
+        HEADS=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        WIDE=max(16, triton.next_power_of_2(dim)),
+        BLOCK=TOKENS,
+        HAS_SOFTCAP=softcap is not None,
+        PRECISION="ieee" if wide else "tf32",
+    )
+    return out, lse
+
+
+def merge_into(
+    near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Attention over windows and far contexts, [batch, heads, dim]; far ones may be empty."""
+    batch, heads, dim = near[0].shape
+    out = torch.empty(batch, heads, dim, dtype=dtype, device=near[0].device)
+    wide = max(16, triton.next_power_of_2(dim))
+    _merge[(batch * heads,)](*near, *far, out, batch * heads, DIM=dim, WIDE=wide)
+    return out
