@@ -85,6 +85,24 @@ def test_where_a_gpu_holds_everything_it_wins():
     assert best_of(choices(LLAMA, machine, Load(98304))).system.startswith("scan")
 
 
+def test_a_machine_without_a_gpu():
+    report = json.loads(run("--json", "--gpu", "none", "--cpu", "EPYC-9354").stdout)
+    assert report["gpu"] is None
+    rows = {row["system"]: row for row in report["systems"]}
+    assert set(rows) == {"cpu-dense", "lsh:10:150", "lsh:10:170", "scan:2:1%", "scan:4:1%"}
+    assert report["best"] == "scan:2:1%"
+    assert all(row["gpu_memory_bytes"] == 0 for row in rows.values())
+    assert rows["cpu-dense"]["cpu_memory_bytes"] > 16e9 + 12e9
+    shown = run("--gpu", "none", "--model", "llama-2-7b", "--context", "8k").stdout
+    assert "L20" not in shown
+    # SmolLM2-135M decodes 47 to 58 tokens/s on two cores (README): a small model's Python counts.
+    small = replace(LLAMA, parameters=134_515_008, parameters_read=134_515_008, layers=30)
+    small = replace(small, heads=9, kv_heads=3, head_dim=64, hidden=576, intermediate=1536)
+    machine = Machine(None, named("EPYC-2-cores", CPUS, "--cpu"))
+    scan = by_name(machine, Load(6000), small)["scan:2:1%"]
+    assert 50 < 1 / scan.alone.seconds < 120
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("24GiB", 24 * 2**30), ("300GB/s", 3e11), ("1.5tb", 1.5e12), ("7", 7.0), ("64 MiB", 2**26)],

@@ -26,7 +26,7 @@ def plan(
         str, typer.Option(help="Built-in name, folder, hub name, or llama-3.1-8b and such.")
     ] = "llama-3.1-8b",
     context: Annotated[str, typer.Option(help="Tokens of each sequence.")] = "96k",
-    gpu: Annotated[str, typer.Option(help="One of --list.")] = "L20",
+    gpu: Annotated[str, typer.Option(help="One of --list, or none.")] = "L20",
     gpu_memory: Annotated[
         str | None, typer.Option(help="That may be used, like 24GiB. (all of it)")
     ] = None,
@@ -75,11 +75,12 @@ def plan(
             ("--cpu-memory", cpu_memory),
         )
     ]
-    machine = Machine(named(gpu, GPUS, "--gpu"), named(cpu, CPUS, "--cpu"))
+    chosen_gpu = None if gpu.lower() == "none" else named(gpu, GPUS, "--gpu")
+    machine = Machine(chosen_gpu, named(cpu, CPUS, "--cpu"))
     if here:
         machine = measured(machine)
     chosen_gpu, chosen_cpu = machine.gpu, machine.cpu
-    if limits[0]:
+    if limits[0] and chosen_gpu:
         chosen_gpu = replace(chosen_gpu, memory=limits[0])
     if limits[1]:
         share = chosen_cpu.gather / chosen_cpu.stream
@@ -107,7 +108,7 @@ def measured(machine: Machine) -> Machine:
 
     console = Console(stderr=True)
     with console.status("measuring this machine") if console.is_terminal else nullcontext():
-        return Machine(this_gpu() or machine.gpu, this_cpu())
+        return Machine(machine.gpu and (this_gpu() or machine.gpu), this_cpu())
 
 
 def show(report: dict[str, Any]) -> None:
@@ -119,8 +120,11 @@ def show(report: dict[str, Any]) -> None:
     print(
         f"{model['name']}: {model['parameters'] / 1e9:.1f}B parameters, {model['layers']} layers, "
         f"{model['heads']}/{model['kv_heads']} heads of {model['head_dim']}; "
-        f"{load['context']:,} tokens of context\n"
-        f"{gpu['name']}: {size(gpu['memory'])}, {gpu['bandwidth'] / 1e9:,.0f} GB/s; "
+        f"{load['context']:,} tokens of context"
+    )
+    if gpu:
+        print(f"{gpu['name']}: {size(gpu['memory'])}, {gpu['bandwidth'] / 1e9:,.0f} GB/s; ", end="")
+    print(
         f"{cpu['name']}: {cpu['cores']} cores, {cpu['stream'] / 1e9:,.0f} GB/s streamed, "
         f"{cpu['gather'] / 1e9:,.0f} GB/s in rows{memory}\n"
     )

@@ -14,6 +14,7 @@ from magicpig.planning.machines import Cpu, Gpu
 GPU_STREAMED = 0.75  # of a GPU's bandwidth, by kernels that read weights or keys
 GPU_COMPUTED = 0.6  # of its operations, by large matrix products
 CPU_STREAMED = 0.85  # of streamed reads, by exact attention (docs/log.md: 85 to 90 %)
+CPU_LINEAR = 0.75  # of streamed reads, by linear layers
 LAYER_SECONDS = 60e-6  # launches, events and copies of a layer whose attention is not the GPU's
 WINDOW_TOKENS = 592  # of a sequence: sinks, local tokens, two blocks
 DENSE_LAYERS = 2
@@ -43,10 +44,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Machine:
-    """gpu: with the memory that may be used; cpu: likewise, None for as much as it takes."""
+    """Each with the memory that may be used. gpu: None for none."""
 
-    gpu: Gpu
+    gpu: Gpu | None
     cpu: Cpu
+
+
+NO_GPU = Gpu("none", 0.0, 1.0, 1.0)
 
 
 class System:
@@ -58,7 +62,8 @@ class System:
     name = "gpu-only"
 
     def __init__(self, model: ModelGeometry, machine: Machine, load: Load) -> None:
-        self.model, self.gpu, self.cpu, self.load = model, machine.gpu, machine.cpu, load
+        self.model, self.cpu, self.load = model, machine.cpu, load
+        self.gpu = machine.gpu or NO_GPU
 
     def step(self, batch: int) -> Step:
         return Step(
@@ -130,8 +135,26 @@ class Hybrid(System):
     dense_layers = DENSE_LAYERS
     index_share = 0.0  # bytes of the index, of the rows'
 
+    def on_cpu(self, batch: int) -> Step:
+        """A step of a machine without a GPU."""
+        model, cpu = self.model, self.cpu
+        read = model.parameters_read * model.itemsize / (CPU_LINEAR * cpu.stream)
+        computed = 2 * model.parameters_read * batch / (cpu.cores * cpu.flops)
+        far, bound = max(self._cpu_seconds())
+        dense = model.kv_bytes(self.load.context, 1) / (CPU_STREAMED * cpu.stream)
+        attention = (model.layers - self.dense_layers) * far + self.dense_layers * dense
+        parts = [
+            (read, "weights") if read > computed else (computed, "CPU cores"),
+            (batch * attention, bound),
+        ]
+        kept = model.kv_bytes(self.load.context)
+        memory = model.parameters * model.itemsize + batch * kept * (1 + self.index_share) + kept
+        return Step(sum(seconds for seconds, _ in parts), max(parts)[1], 0.0, memory)
+
     def step(self, batch: int) -> Step:
         """As one batch, GPU and CPU by turns, or as two halves by turns: whichever is better."""
+        if self.gpu is NO_GPU:
+            return self.on_cpu(batch)
         layers = self.model.layers - self.dense_layers
         copies = layers * LAYER_SECONDS
         cpu, cpu_bound = max(self._cpu_seconds())
@@ -210,10 +233,10 @@ def _row_seconds(cpu: Cpu, model: ModelGeometry) -> float:
 
 
 def systems(model: ModelGeometry, machine: Machine, load: Load) -> list[System]:
-    """All that are compared."""
+    """All that are compared; those that need a GPU where there is one."""
+    by_gpu = [System(model, machine, load), KvStream(model, machine, load)]
     return [
-        System(model, machine, load),
-        KvStream(model, machine, load),
+        *(by_gpu if machine.gpu else []),
         CpuDense(model, machine, load),
         Lsh(model, machine, load, (10, 150)),
         Lsh(model, machine, load, (10, 170)),

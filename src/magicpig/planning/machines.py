@@ -33,7 +33,8 @@ class Cpu:
     """stream, gather: bytes/s that all cores together read, in order or in random rows.
 
     entry_seconds: that a core takes for an entry of a hash bucket. row_seconds: for a row of 512
-    bytes that was drawn. macs: products of codes and queries that it does in a second.
+    bytes that was drawn. macs: products of codes and queries that it does in a second. flops: of
+    linear layers on it, where there is no GPU.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Cpu:
     entry_seconds: float = 4.3e-9
     row_seconds: float = 14.5e-9
     macs: float = 118e9
+    flops: float = 220e9
 
 
 def _cpu(name: str, cores: int, channels: float) -> Cpu:

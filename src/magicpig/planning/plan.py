@@ -68,7 +68,7 @@ def as_dict(model: ModelGeometry, machine: Machine, load: Load, most: int) -> di
     best = best_of(found)
     return {
         "model": asdict(model),
-        "gpu": asdict(machine.gpu),
+        "gpu": asdict(machine.gpu) if machine.gpu else None,
         "cpu": asdict(machine.cpu),
         "load": asdict(load),
         "systems": [choice.as_dict() for choice in found],
