@@ -16,6 +16,7 @@ GPU_COMPUTED = 0.6  # of its operations, by large matrix products
 CPU_STREAMED = 0.85  # of streamed reads, by exact attention (docs/log.md: 85 to 90 %)
 CPU_LINEAR = 0.75  # of streamed reads, by linear layers
 LAYER_SECONDS = 60e-6  # launches, events and copies of a layer whose attention is not the GPU's
+CPU_LAYER_SECONDS = 200e-6  # Python and small operations of a layer, where there is no GPU
 WINDOW_TOKENS = 592  # of a sequence: sinks, local tokens, two blocks
 DENSE_LAYERS = 2
 PART_TOKENS = 2048  # of a prompt, read at once
@@ -142,10 +143,12 @@ class Hybrid(System):
         computed = 2 * model.parameters_read * batch / (cpu.cores * cpu.flops)
         far, bound = max(self._cpu_seconds())
         dense = model.kv_bytes(self.load.context, 1) / (CPU_STREAMED * cpu.stream)
-        attention = (model.layers - self.dense_layers) * far + self.dense_layers * dense
+        near = dense * min(1.0, WINDOW_TOKENS / self.load.context)
+        attention = (model.layers - self.dense_layers) * (far + near) + self.dense_layers * dense
         parts = [
             (read, "weights") if read > computed else (computed, "CPU cores"),
             (batch * attention, bound),
+            (model.layers * CPU_LAYER_SECONDS, "Python"),
         ]
         kept = model.kv_bytes(self.load.context)
         memory = model.parameters * model.itemsize + batch * kept * (1 + self.index_share) + kept
