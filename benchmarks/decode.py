@@ -45,7 +45,7 @@ from magicpig.nn import GatedMLP, PackedEmbedding, PackedLinear, RMSNorm
 console = Console(stderr=True)
 
 
-METHODS = ("full", "lsh")
+METHODS = ("full", "lsh", "scan")
 
 
 @dataclass
