@@ -6,6 +6,7 @@
 
 #include "dispatch.h"
 #include "queries.h"
+#include "states.h"
 #include "stopwatch.h"
 #include "threads.h"
 #include "threshold.h"
@@ -198,18 +199,7 @@ class Call {
         if ((all || !parts_[p].drawn) && rows_[i]) visit(states_[i]);
       }
     };
-    float peak = -INFINITY;
-    each([&](const PartialState& state) { peak = std::max(peak, state.max); });
-    double total = 0;
-    std::fill_n(out, dim, 0.0f);
-    each([&](const PartialState& state) {
-      const float weight = std::exp(state.max - peak);
-      total += double{weight} * state.sum;
-      for (uint32_t d = 0; d < dim; ++d) out[d] += weight * state.out[d];
-    });
-    const float inverse = total > 0 ? static_cast<float>(1 / total) : 0;
-    for (uint32_t d = 0; d < dim; ++d) out[d] *= inverse;
-    return total > 0 ? static_cast<float>(peak + std::log(total)) : -INFINITY;
+    return merge_states(each, dim, out);
   }
 
   void merge(const Group& group) {

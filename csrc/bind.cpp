@@ -14,6 +14,7 @@
 
 #include "attention.h"
 #include "bind_linear.h"
+#include "chosen.h"
 #include "dispatch.h"
 #include "layer_kv.h"
 #include "roofs.h"
@@ -89,10 +90,7 @@ void read(const LayerKV& kv, size_t first, const Rows& keys, const Rows& values)
   read_checked(kv.geometry(), runs_of(*segments), first, keys, values);
 }
 
-std::tuple<double, double, double, std::vector<size_t>> attend_batch(
-    const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap, bool exact,
-    const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
-    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted) {
+const Geometry& checked_batch(const std::vector<const LayerKV*>& batch, float scale, float softcap) {
   if (batch.empty()) refuse("kvs must not be empty");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   if (!(softcap >= 0 && softcap <= 1e6f)) refuse("softcap must be from 0 to 1e6");
@@ -100,6 +98,25 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(
   const Geometry& geometry = batch[0]->geometry();
   for (const LayerKV* kv : batch)
     if (!same(geometry, kv->geometry())) refuse("kvs must agree in heads, head_dim, dtype and index");
+  return geometry;
+}
+
+// snapshots: keep the runs' memory alive.
+std::vector<std::vector<Run>> runs_of_batch(const std::vector<const LayerKV*>& batch,
+                                            std::vector<std::shared_ptr<const SegmentList>>& snapshots) {
+  std::vector<std::vector<Run>> runs;
+  for (const LayerKV* kv : batch) {
+    snapshots.push_back(kv->segments());
+    runs.push_back(runs_of(*snapshots.back()));
+  }
+  return runs;
+}
+
+std::tuple<double, double, double, std::vector<size_t>> attend_batch(
+    const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap, bool exact,
+    const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
+    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted) {
+  const Geometry& geometry = checked_batch(batch, scale, softcap);
   const size_t size = batch.size(), heads = geometry.num_heads;
   const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
   if (!per_head(out) || out.shape(2) != geometry.head_dim || !per_head(lse) || !per_head(rows_read) ||
@@ -110,16 +127,34 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(
   const RowType type = type_of(queries, "queries");
   nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
-  std::vector<std::vector<Run>> runs;
-  for (const LayerKV* kv : batch) {
-    snapshots.push_back(kv->segments());
-    runs.push_back(runs_of(*snapshots.back()));
-  }
+  const std::vector<std::vector<Run>> runs = runs_of_batch(batch, snapshots);
   const Timing timing = attend(geometry, runs, data, type, {scale, softcap}, exact,
                                {out.data(), lse.data(), rows_read.data(), visited.data(), predicted.data()});
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
   return {timing.draw, timing.drawn, timing.exact, tokens};
+}
+
+void attend_rows(const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap,
+                 const In<int32_t, 3>& rows, const In<float, 3>& log_probability, const In<int32_t, 2>& counts,
+                 const Out<float, 3>& out, const Out<float, 2>& lse) {
+  const Geometry& geometry = checked_batch(batch, scale, softcap);
+  const size_t size = batch.size(), heads = geometry.num_heads;
+  const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
+  if (!per_head(out) || out.shape(2) != geometry.head_dim || !per_head(lse) || !per_head(rows) ||
+      !per_head(log_probability) || log_probability.shape(2) != rows.shape(2) || !per_head(counts)) {
+    refuse("rows, log_probability, counts, out and lse must match the batch");
+  }
+  for (size_t i = 0; i < counts.size(); ++i)
+    if (counts.data()[i] < 0 || static_cast<size_t>(counts.data()[i]) > rows.shape(2))
+      refuse("counts must be from 0 to the rows that there is room for");
+  const char* data = query_data(queries, size, geometry);
+  const RowType type = type_of(queries, "queries");
+  const Chosen chosen = {rows.data(), log_probability.data(), counts.data(), rows.shape(2)};
+  nb::gil_scoped_release release;
+  std::vector<std::shared_ptr<const SegmentList>> snapshots;
+  attend_chosen(geometry, runs_of_batch(batch, snapshots), data, type, {scale, softcap}, chosen, out.data(),
+                lse.data());
 }
 
 std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries,
@@ -257,6 +292,10 @@ NB_MODULE(_native, m) {
         "returns the thread-seconds of "
         "drawing, of attention over drawn rows and over rows "
         "read whole, and the tokens of each kv.");
+  m.def("attend_rows", &attend_rows, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "rows"_a.noconvert(),
+        "log_probability"_a.noconvert(), "counts"_a.noconvert(), "out"_a.noconvert(), "lse"_a.noconvert(),
+        "Fills out and lse: attention over counts[i, h] rows [batch, num_heads, room], each weighted by one over its "
+        "probability.");
   m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "scale"_a,
         "Per head: row ids and log inclusion probabilities.");
 

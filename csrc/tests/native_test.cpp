@@ -12,8 +12,10 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "attention.h"
+#include "chosen.h"
 #include "codes.h"
 #include "dispatch.h"
 #include "layer_kv.h"
@@ -306,6 +308,44 @@ void test_log_threshold() {
   }
 }
 
+// Attention over the rows of a sample is what attend gives; rows that are not there are refused.
+void test_chosen_rows() {
+  for (const std::string& isa : supported_isas()) {
+    set_isa(isa);
+    const size_t tokens = 700;
+    const Geometry geometry{6, 2, 24, kF32, make_lsh(4, 10, 2, 24), nullptr, 100};
+    const Context context(geometry, tokens);
+    LayerKV kv(geometry);
+    context.append_to(kv, 0, 650);
+    context.append_to(kv, 650, 50);
+    const Result expected = run(kv, context, false);
+    const std::vector<Sample> samples = drawn_from(kv, context);
+    const size_t room = 800;
+    std::vector<int32_t> rows(6 * room, -7), counts;
+    std::vector<float> logs(6 * room, NAN), out(6 * 24), lse(6);
+    for (size_t head = 0; head < 6; ++head) {
+      counts.push_back(static_cast<int32_t>(samples[head].rows.size()));
+      std::copy(samples[head].rows.begin(), samples[head].rows.end(), rows.data() + head * room);
+      std::copy(samples[head].log_probability.begin(), samples[head].log_probability.end(), logs.data() + head * room);
+    }
+    const auto segments = kv.segments();
+    const auto attend_to = [&] {
+      attend_chosen(geometry, {runs_of(*segments)}, context.query_bytes(), kF32, {0.25f, 0},
+                    {rows.data(), logs.data(), counts.data(), room}, out.data(), lse.data());
+    };
+    attend_to();
+    for (size_t i = 0; i < out.size(); ++i) CHECK(std::abs(out[i] - expected.out[i]) < 1e-4f);
+    for (size_t i = 0; i < lse.size(); ++i) CHECK(std::abs(lse[i] - expected.lse[i]) < 1e-4f);
+    for (int32_t bad : {-1, 700}) {
+      const int32_t before = std::exchange(rows[0], bad);
+      CHECK(throws<std::invalid_argument>(attend_to));
+      rows[0] = before;
+    }
+    logs[0] = 0.5f;
+    CHECK(throws<std::invalid_argument>(attend_to));
+  }
+}
+
 // A lower target reads more rows, and says so; what it reads is what a sample has. One segment is read whole.
 void test_target_error() {
   for (const std::string& isa : supported_isas()) {
@@ -486,6 +526,7 @@ int main() {
   test_many_small_appends(nullptr, make_scan(2, 0.1f, 8, 16));
   test_many_small_appends(nullptr, make_scan(2, 1.0f, 8, 16, 0.1f));
   test_target_error();
+  test_chosen_rows();
   test_refusals();
   test_concurrency(make_lsh(4, 20, 2, 32), nullptr);
   test_concurrency(nullptr, make_scan(2, 0.1f, 8, 32));

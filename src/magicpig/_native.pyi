@@ -68,6 +68,11 @@ def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device=
     Fills out, lse, rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.
     """
 
+def attend_rows(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, rows: Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)], log_probability: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu', writable=False)], counts: Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')]) -> None:
+    """
+    Fills out and lse: attention over counts[i, h] rows [batch, num_heads, room], each weighted by one over its probability.
+    """
+
 def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
     """Per head: row ids and log inclusion probabilities."""
 

@@ -184,6 +184,36 @@ class LayerKV:
         heads = _native.sample(self._native, queries[None], scale)
         return [rows for rows, _ in heads], [log_probability for _, log_probability in heads]
 
+    def attend_rows(
+        self,
+        queries: Tensor,
+        rows: Sequence[Tensor],
+        log_probability: Sequence[Tensor],
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of queries [num_heads, head_dim] over rows that the caller chose.
+
+        rows: of each head, row ids, int32. log_probability: as rows, float32, logs of the
+        probabilities that each was drawn: it counts one over that times. What `sample` gives for
+        the queries is what `attend` reads; another rule's rows are as welcome.
+        Returns float32 output [num_heads, head_dim] and log-sum-exp [num_heads], as `attend`.
+        """
+        queries = check_tensor("queries", queries, (self.num_heads, self.head_dim)).contiguous()
+        ids = _padded("rows", rows, self.num_heads, torch.int32)
+        logs = _padded("log_probability", log_probability, self.num_heads, torch.float32)
+        counts = torch.tensor([[len(each) for each in rows]], dtype=torch.int32)
+        if counts[0].tolist() != [len(each) for each in log_probability]:
+            raise ValueError("rows and log_probability must have as many elements, head by head")
+        scale = _number("scale", scale, self.head_dim**-0.5, MAX_SCALE)
+        softcap = _number("softcap", softcap, 0.0, MAX_SOFTCAP)
+        out, lse = torch.empty(1, self.num_heads, self.head_dim), torch.empty(1, self.num_heads)
+        _native.attend_rows(
+            [self._native], queries[None], scale, softcap, ids, logs, counts, out, lse
+        )
+        return out[0], lse[0]
+
     def read(self, first: int = 0, count: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [num_kv_heads, count, head_dim] of tokens from `first` on, copied."""
         count = self.num_tokens - first if count is None else count
@@ -266,6 +296,19 @@ def attend(
                 )
     shape = (len(kvs), kvs[0].num_heads, kvs[0].head_dim)
     return _attend(kvs, check_tensor("queries", queries, shape), exact, scale, softcap)
+
+
+def _padded(name: str, tensors: Sequence[Tensor], num_heads: int, dtype: torch.dtype) -> Tensor:
+    """[1, num_heads, most], of a tensor for each head."""
+    if not isinstance(tensors, Sequence) or len(tensors) != num_heads:
+        raise ValueError(f"{name} must be a list of {num_heads} tensors, one for each head")
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.dtype != dtype:
+            raise TypeError(f"{name}[{i}] must be a tensor [n] of {dtype}")
+    padded = torch.zeros(1, num_heads, max(map(len, tensors)), dtype=dtype)
+    for i, tensor in enumerate(tensors):
+        padded[0, i, : len(tensor)] = tensor
+    return padded
 
 
 def _number(name: str, value: float | None, default: float, highest: float) -> float:
