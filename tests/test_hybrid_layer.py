@@ -106,6 +106,22 @@ def test_numbers_that_are_not_finite_are_refused():
     assert layer.num_tokens <= 3
 
 
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_bad_numbers_stay_in_their_sequence(index, bad):
+    layers = [layer_of(HybridLayer, index, n, seed=n) for n in (150, 120, 5)]
+    queries = torch.randn(3, 4, 16)
+    keys, values = torch.randn(2, 3, 2, 16)
+    single = slice(0, 1)
+    alone = layers[0].fork()
+    queries[1, 2, 3] = bad
+    out = step(layers, queries, keys, values, 0.3)
+    assert out[1].isnan().any()
+    assert out[[0, 2]].isfinite().all()
+    expected = step([alone], queries[single], keys[single], values[single], 0.3)
+    torch.testing.assert_close(out[single], expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("spec", ["lsh:4:12", "scan:2:20%", "cpu-dense"])
 def test_a_plan_moves_windows_between_devices(spec):
     """What was read elsewhere goes on where the model is; rows are shared."""

@@ -47,9 +47,11 @@ def test_on_a_cpu_all_is_the_hosts():
 
 def test_far_contexts_are_the_hosts_and_windows_the_gpus():
     needed = needs("cpu-dense", GPU).of(1000, 100)
-    assert needed.host == LAYERS * (1100 + 1000) * VECTORS
+    pinned = 2 * 2**16  # keys and values of 1,000 tokens take 64,000 bytes each
+    assert needed.host == LAYERS * (1100 * VECTORS + pinned)
     window = 4 + 8 + 2 * 16
-    assert needed.device == LAYERS * window * VECTORS + 2 * 1100 * VECTORS
+    room = 3 * window // 2 + 64
+    assert needed.device == LAYERS * room * VECTORS + 4 * 1100 * VECTORS
     scan = needs("scan:2:1%", GPU).of(1000, 100)
     assert scan.device == needed.device
     assert scan.host == needed.host + LAYERS * KV_HEADS * 1100 * (DIM * 2 // 8 + 8)
@@ -112,4 +114,6 @@ def test_limits_are_checked():
     with pytest.raises(ValueError, match="the same: give one"):
         LLM(loaded("llama"), cpu_memory="1GB", memory_bytes=10**9)
     with pytest.raises(ValueError, match=r"gpu_memory is 1\.00 GB, and 1\.6\d GB are needed"):
-        there_is(needs("lsh:4:12", GPU), 10**9, "1GB", "1GB")
+        there_is(needs("scan:2:1%", GPU), 10**9, "1GB", "1GB")
+    hashing = needs("lsh:4:12", GPU).workspace() - needs("scan:2:1%", GPU).workspace()
+    assert hashing > 10**8

@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import magicpig
 from magicpig import _native, reference
-from magicpig.attention import exact
+from magicpig.attention import exact, in_torch
 
 
 def make_rows(heads, kv_heads, queries, tokens, dim):
@@ -237,3 +237,17 @@ def test_errors_name_the_argument(bad, message):
     _native.attend_prompt(**GOOD)
     with pytest.raises((ValueError, TypeError), match=message):
         _native.attend_prompt(**GOOD | bad)
+
+
+@pytest.mark.parametrize("at_once", [1, 700, 2**24])
+def test_some_queries_at_a_time(at_once, monkeypatch):
+    """As torch does it on a GPU in float32, and with soft-capped scores anywhere."""
+    monkeypatch.setattr(in_torch, "SCORES_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    queries = torch.randn(2, 6, 9, 16)
+    keys, values = torch.randn(2, 2, 2, 13, 16)
+    expected = in_torch.attention_in_torch(queries, keys, values, None, 0.3)
+    got = in_torch._in_parts(queries, keys, values, 0.3)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    hardly_bent = in_torch.attention_in_torch(queries, keys, values, None, 0.3, softcap=1e4)
+    torch.testing.assert_close(hardly_bent, expected, atol=1e-4, rtol=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -33,13 +35,9 @@ def attention_in_torch(
             queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
         )
     if queries.device.type != "cpu":
-        # Flash attention knows this one; other kernels have it written out.
-        flash = queries.dtype != torch.float32
-        mask = (
-            causal_lower_right(num_queries, tokens)
-            if flash
-            else _causal(num_queries, tokens, queries.device)
-        )
+        if queries.dtype == torch.float32:  # for which torch writes scores out
+            return _in_parts(queries, keys, values, scale)
+        mask = causal_lower_right(num_queries, tokens)  # which flash attention knows
         return attention_in_torch(queries, keys, values, mask, scale)
     # What all queries see, then what they see of each other: no mask is ever written out.
     seen = tokens - num_queries
@@ -69,8 +67,27 @@ def _flash(
     return out, lse
 
 
-def _causal(num_queries: int, tokens: int, device: torch.device) -> Tensor:
-    positions = torch.arange(tokens - num_queries, tokens, device=device)
+def _in_parts(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention, some queries at a time."""
+    num_queries, tokens = queries.shape[2], keys.shape[2]
+    outs = []
+    for part in _parts(queries, tokens):
+        mask = _causal(num_queries, tokens, queries.device, part)
+        outs.append(attention_in_torch(queries[:, :, part], keys, values, mask, scale))
+    return torch.cat(outs, 2)
+
+
+def _parts(queries: Tensor, tokens: int) -> Iterator[slice]:
+    """Of the queries, such that their scores may be written out."""
+    batch, heads, num_queries, _ = queries.shape
+    at_once = max(1, SCORES_AT_ONCE // (batch * heads * tokens))
+    for first in range(0, num_queries, at_once):
+        yield slice(first, min(first + at_once, num_queries))
+
+
+def _causal(num_queries: int, tokens: int, device: torch.device, part: slice) -> Tensor:
+    """bool [queries of a part, tokens], of queries that are the last tokens."""
+    positions = torch.arange(tokens - num_queries, tokens, device=device)[part]
     return torch.arange(tokens, device=device) <= positions[:, None]
 
 
@@ -86,19 +103,16 @@ def _by_scores(
     num_queries, tokens = queries.shape[2], keys.shape[2]
     group = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    if mask is None:
-        mask = _causal(num_queries, tokens, queries.device)[None, None]
-    if mask.dtype == torch.bool:
-        lowest = torch.finfo(
-            torch.float32
-        ).min  # not -inf: padding sees nothing, and must not be NaN
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)
-    at_once = max(1, SCORES_AT_ONCE // (queries.shape[0] * queries.shape[1] * tokens))
+    lowest = torch.finfo(torch.float32).min  # not -inf: padding sees nothing, and must not be NaN
     outs = []
-    for first in range(0, num_queries, at_once):
-        part = slice(first, first + at_once)
+    for part in _parts(queries, tokens):
+        if mask is None:
+            own = _causal(num_queries, tokens, queries.device, part)
+        else:
+            own = mask[:, :, part]
         scores = (queries[:, :, part] @ keys.transpose(2, 3)).float() * scale
-        scores = torch.tanh(scores / softcap) * softcap + mask[:, :, part]
+        scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~own, lowest) if own.dtype == torch.bool else scores + own
         outs.append(scores.softmax(-1).to(values.dtype) @ values)
     return torch.cat(outs, 2)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-QUERIES, KEYS = 64, 64  # of a block of scores
+BLOCK = 64  # queries and keys of a block of scores
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -103,16 +103,17 @@ def causal_mass(queries: Tensor, keys: Tensor, scale: float, softcap: float | No
     log_sums = torch.empty(batch, heads, num_queries, device=keys.device)
     mass = torch.empty(batch, kv_heads, tokens, device=keys.device)
     sizes = num_queries, tokens, heads // kv_heads, scale, softcap or 1.0
+    block = BLOCK if dim * keys.dtype.itemsize <= 256 else BLOCK // 2  # what shared memory holds
     shape = {
         "DIM": dim,
         "WIDE": max(16, triton.next_power_of_2(dim)),
-        "BQ": QUERIES,
-        "BK": KEYS,
+        "BQ": block,
+        "BK": block,
         "HAS_SOFTCAP": softcap is not None,
         "PRECISION": "ieee" if keys.dtype == torch.float32 else "tf32",
     }
-    blocks = triton.cdiv(num_queries, QUERIES), batch * heads
+    blocks = triton.cdiv(num_queries, block), batch * heads
     _log_sums[blocks](queries, keys, log_sums, *sizes, **shape)
-    blocks = triton.cdiv(tokens, KEYS), batch * kv_heads
+    blocks = triton.cdiv(tokens, block), batch * kv_heads
     _sums[blocks](queries, keys, log_sums, mass, *sizes, **shape)
     return mass

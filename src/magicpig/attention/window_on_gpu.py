@@ -129,7 +129,7 @@ def step(
         HEADS=max(16, triton.next_power_of_2(group)),
         DIM=dim,
         WIDE=max(16, triton.next_power_of_2(dim)),
-        BLOCK=TOKENS,
+        BLOCK=TOKENS if dim * dtype.itemsize <= 256 else TOKENS // 2,  # what shared memory holds
         HAS_SOFTCAP=softcap is not None,
         PRECISION="ieee" if wide else "tf32",
     )

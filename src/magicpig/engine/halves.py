@@ -42,10 +42,9 @@ class Halves:
                 first = work(0, middle)
         finally:
             other.exception()  # whatever became of this half, that one ends before we go on
-        second = other.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return torch.cat([first, second])
+            if self._stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return torch.cat([first, other.result()])
 
     def _second(self, work: Work, first: int, last: int) -> Tensor:
         where = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

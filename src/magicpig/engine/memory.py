@@ -14,11 +14,18 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from magicpig import _native
+from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import Plan
 from magicpig.config import WindowConfig
 from magicpig.kv.base import LayerShape
+from magicpig.kv.seats import ROOM
 
 SHARE = 0.9  # of the memory that is free, for keys, values and indexes
+AT_HAND = 4  # copies of a layer's prompt on the device: as it comes, as it is kept, and of the next
+HASHED, LONGEST_SEGMENT = (
+    12_000,
+    65_536,
+)  # bytes of a key on the device while it is hashed and sorted
 LIBRARIES = 600_000_000  # bytes that CUDA and its libraries take of a GPU
 
 
@@ -80,24 +87,27 @@ class Needs:
                 continue
             method = self.plan.of(i)
             index = method.index_bytes(self._shape, tokens)
-            near = n * min(tokens, window) * self._vectors
+            room = 3 * window // 2 + ROOM if self._elsewhere else window  # windows grow by steps
+            near = n * min(tokens + ROOM, room) * self._vectors
             read = (tokens + prompt_tokens) * self._vectors
             total += self._near(near)
             if not self._elsewhere:
                 total += Memory(read + index)
             elif method.on_host:
-                total += Memory(read + index)
-                at_hand = max(at_hand, 2 * tokens * self._vectors)
+                pinned = 2 * _power_of_two(prompt_tokens * self._vectors // 2)
+                total += Memory(tokens * self._vectors + pinned + index)
+                at_hand = max(at_hand, AT_HAND * tokens * self._vectors)
             else:  # a batch has its far contexts side by side, beside those of its sequences
                 total += Memory(0, read + index + tokens * self._vectors)
         return total + Memory(0, at_hand)
 
     def workspace(self) -> int:
-        """Of the device, for a part of a prompt on its way through a layer."""
+        """Of the device, for a part of a prompt on its way through a layer, and for hashing it."""
         text = self.config.get_text_config(decoder=True)
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         widths = 8 * text.hidden_size + 3 * intermediate
-        return int(self.part_tokens * widths * self.dtype.itemsize)
+        hashed = HASHED * LONGEST_SEGMENT if isinstance(self.plan.method, Lsh) else 0
+        return int(self.part_tokens * widths * self.dtype.itemsize) + hashed
 
     @property
     def _elsewhere(self) -> bool:
@@ -143,6 +153,7 @@ def there_is(
             raise ValueError("gpu_memory limits a GPU; the model is on the CPU: leave it out")
         return Memory(for_host)
     if device is None:
+        torch.cuda.set_per_process_memory_fraction(1.0, needs.device)  # another may have set it
         free, _ = torch.cuda.mem_get_info(needs.device)
         return Memory(for_host, int(free * SHARE) - needs.workspace())
     limit = parse_bytes("gpu_memory", device)
@@ -151,12 +162,12 @@ def there_is(
         parts = weights, needs.workspace(), LIBRARIES
         raise ValueError(
             f"gpu_memory is {_gb(limit)}, and {_gb(sum(parts))} are needed before the first "
-            f"sequence: {_gb(parts[0])} for weights, {_gb(parts[1])} for a part of a prompt, "
+            f"sequence: {_gb(parts[0])} for weights, {_gb(parts[1])} for work space, "
             f"{_gb(parts[2])} for CUDA"
         )
     total = torch.cuda.get_device_properties(needs.device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - LIBRARIES) / total), needs.device)
-    return Memory(for_host, left)
+    return Memory(for_host, int(left * SHARE))
 
 
 def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: int) -> int:
@@ -166,6 +177,11 @@ def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: i
         have // need for have, need in ((there.host, one.host), (there.device, one.device)) if need
     ]
     return min(fitting, default=0)
+
+
+def _power_of_two(nbytes: int) -> int:
+    """What torch takes for so many bytes of pinned memory."""
+    return 1 << max(0, nbytes - 1).bit_length() if nbytes else 0
 
 
 def _gb(nbytes: int) -> str:

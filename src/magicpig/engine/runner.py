@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -204,6 +204,10 @@ class Runner:
         _link(layers)
         return Prefill(prompt_ids, Cache(layers), part_tokens=self.part_tokens)
 
+    def _there(self) -> AbstractContextManager[None]:
+        """Kernels and events go to the model's device, whichever is the current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def _on_host(self, layer: int) -> bool:
         return self.prompts_on_host and self.plan.of(layer).on_host
 
@@ -215,7 +219,7 @@ class Runner:
         """Reads the next part of the prompt; logits [vocab] after its last token."""
         part = prefill.next_part
         positions = range(prefill.done, prefill.done + len(part))
-        with trace.span("prompt", tokens=len(part), done=prefill.done):
+        with self._there(), trace.span("prompt", tokens=len(part), done=prefill.done):
             logits = self._forward([part], [list(positions)], prefill.cache)
         prefill.done += len(part)
         return logits[0]
@@ -224,8 +228,9 @@ class Runner:
     def finish(self, prefill: Prefill) -> SequenceKV:
         """The prompt as a sequence; layer by layer, so that only one is there twice."""
         layers: list[Any] = []
-        for layer in prefill.cache.layers:
-            layers.append(layer.to_sequence() if isinstance(layer, BatchLayer) else layer)
+        with self._there():
+            for layer in prefill.cache.layers:
+                layers.append(layer.to_sequence() if isinstance(layer, BatchLayer) else layer)
         return SequenceKV(layers, prefill.done)
 
     @torch.inference_mode()
@@ -250,7 +255,7 @@ class Runner:
         def part(first: int, last: int) -> Tensor:
             return self._decode(kvs[first:last], token_ids[first:last])
 
-        with trace.span("decode", batch=len(kvs)):
+        with self._there(), trace.span("decode", batch=len(kvs)):
             if self.halves is None or len(kvs) == 1:
                 return part(0, len(kvs))
             return self.halves.run(len(kvs), part)

@@ -23,32 +23,30 @@ class Courier:
     def send(self, source: Tensor, target: Tensor) -> Errand:
         """Begins to copy one to the other, once what is asked of the device now is done.
 
-        Both contiguous, one of them in `host_memory`.
+        Both contiguous, one of them in `host_memory`. The device's is not to be let go before the
+        errand's `before_device`.
         """
         if self._stream is None:
             target.copy_(source)
-            return Errand(None)
+            return Errand(None, self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            for tensor in (source, target):
-                if tensor.is_cuda:
-                    tensor.record_stream(self._stream)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        return Errand(event)
+        return Errand(event, self.device)
 
 
 class Errand:
     """A copy on its way."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event | None, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     def before_device(self) -> None:
         """What is asked of the device from now on waits for it; the caller does not."""
         if self._event:
-            self._event.wait()
+            self._event.wait(torch.cuda.current_stream(self._device))
 
     def before_host(self) -> None:
         """Waits for it."""

@@ -28,10 +28,15 @@ class FarTokens:
 
     @classmethod
     def stack(cls, parts: Sequence[FarTokens]) -> FarTokens:
-        """Sequences as a batch, made once for all who ask for the same ones."""
+        """Sequences as a batch, made once for all who ask for the same ones.
+
+        On a GPU, once for each stream: what another one makes may not be there yet.
+        """
         if len(parts) == 1:
             return parts[0]
-        name = tuple(map(id, parts))
+        where = parts[0].keys.device
+        stream = torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
+        name = (stream, *map(id, parts))
         stacked = _stacks.get(name)
         if stacked is None:
             keys, values = (

@@ -76,8 +76,13 @@ class HostPrompt:
             ]
 
     def release(self) -> None:
-        """The device does not need the tokens for now."""
+        """The device does not need the tokens for now; its next work may have their memory."""
+        for errand in (*self._arriving, *self._leaving):
+            errand.before_device()
         self._on_device, self._arriving = None, []
+
+    def __del__(self) -> None:
+        self.release()
 
     def _arrived(self) -> State:
         assert self._on_device is not None

@@ -18,6 +18,7 @@ from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
 from magicpig.config import IndexConfig, LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape
+from magicpig.kv.device_index import MAX_NORM
 from magicpig.kv.device_window import DeviceWindow
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import Seats, together
@@ -69,7 +70,7 @@ class _Sent:
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tensor.device))
         else:
             self._tensor = tensor.cpu().contiguous()
 
@@ -136,6 +137,9 @@ def _attend_far(
         return None
     with trace.span("wait for queries"):
         queries = asked.arrived()
+    bad = ~(queries.float().norm(dim=-1) <= MAX_NORM).all(1)  # the others go on without it
+    if bad.any():
+        queries = queries.masked_fill(bad[:, None, None], 0.0)
     pinned = device.type == "cuda"
     out = torch.empty(queries.shape, dtype=torch.float32, pin_memory=pinned)
     lse = torch.empty(queries.shape[:2], dtype=torch.float32, pin_memory=pinned)
@@ -145,6 +149,7 @@ def _attend_far(
         draw, drawn, whole, tokens = _native.attend(
             far, queries, scale, softcap or 0.0, False, out, lse, rows, visited, lse.clone()
         )
+    out[bad] = torch.nan
     layers[0].window.spend((draw, drawn, whole))
     counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
     for layer, *count in counts:

@@ -60,6 +60,7 @@ class Seats:
             new = old.new_zeros(grown)
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
+            _used_here(old)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """A token [batch, num_kv_heads, head_dim] of each."""
@@ -119,6 +120,14 @@ def together(sitters: Sequence[Sitter]) -> Seats:
         return seats
     seats = Seats([sitter.seats.window(sitter.seat) for sitter in sitters])
     for i, sitter in enumerate(sitters):
+        for tensor in (sitter.seats.keys, sitter.seats.values):
+            _used_here(tensor)
         sitter.leave()
         sitter.sit(seats, i)
     return seats
+
+
+def _used_here(tensor: Tensor) -> None:
+    """Its memory may be another stream's, which must not have it back before this one is done."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
