@@ -9,7 +9,10 @@ from zoo import make_model
 
 from magicpig.cli import app
 from magicpig.cli.plan import quantity
-from magicpig.planning import here
+from magicpig.config import WindowConfig
+from magicpig.engine import memory
+from magicpig.engine.runner import PREFILL_TOKENS_ON_GPU
+from magicpig.planning import costs, here
 from magicpig.planning.costs import Load, Machine, systems
 from magicpig.planning.geometry import KNOWN, geometry_of
 from magicpig.planning.machines import CPUS, GIB, GPUS, named
@@ -41,6 +44,13 @@ def test_the_papers_machine_is_met():
     lsh = found["lsh:10:150"]
     assert lsh.tokens_per_second > 53.8  # with its kernels; ours are faster
     assert 1 / lsh.alone.seconds > 18.3
+
+
+def test_plans_count_memory_as_the_engine_does():
+    assert (costs.PROMPT_LAYERS, costs.PART_TOKENS) == (memory.AT_HAND, PREFILL_TOKENS_ON_GPU)
+    window = WindowConfig()
+    assert window.sinks + window.local + 2 * window.block == costs.WINDOW_TOKENS
+    assert memory.LIBRARIES == costs.CONTEXT
 
 
 def test_more_of_anything_is_no_slower():

@@ -19,6 +19,7 @@ LAYER_SECONDS = 60e-6  # launches, events and copies of a layer whose attention 
 CPU_LAYER_SECONDS = 200e-6  # Python and small operations of a layer, where there is no GPU
 WINDOW_TOKENS = 592  # of a sequence: sinks, local tokens, two blocks
 DENSE_LAYERS = 2
+PROMPT_LAYERS = 4  # of a prompt, that the GPU may hold while it is read
 PART_TOKENS = 2048  # of a prompt, read at once
 CONTEXT = 0.6e9  # bytes that CUDA and its libraries take of a GPU
 
@@ -177,7 +178,7 @@ class Hybrid(System):
         return Step(
             seconds,
             bound,
-            self._gpu_memory(batch, self.dense_layers, self.dense_layers + 2),
+            self._gpu_memory(batch, self.dense_layers, self.dense_layers + PROMPT_LAYERS),
             batch * kept * (1 + self.index_share) + kept,
         )
 
