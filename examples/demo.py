@@ -1,7 +1,7 @@
 """A question about a long text, answered by the default model: full attention against sampled.
 
-The text is read once. Then every decode step attends to all of its keys, or to those that hash
-tables draw.
+The text is read once. Then every decode step attends to all of its keys, to those that hash tables
+draw, or to those that a pass over short codes draws.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def main() -> None:
         context = Context.read(llm, document, lambda event: read(event.prefilled))
     console.print(f"[bold]Question[/bold] {QUESTION}\n")
     table = Table("method", "decode", "keys read", "rows", "index", box=None, header_style="dim")
-    for name in ("full", "lsh"):
+    for name in ("full", "lsh", "scan"):
         plan = make_plan(name, llm.engine.runner.model.config.num_hidden_layers)
         known = plan.adopt(context.kv)
         console.print(f"[bold]{name}[/bold]")
