@@ -27,6 +27,9 @@ def test_it_holds_what_a_prompt_holds(expected):
         for mine, theirs in zip(on_host.row(0, 2, None), plain.row(0, 2, None), strict=True):
             assert torch.equal(mine, theirs)
     assert on_host.like.shape == plain.like.shape == (1, 3, 0, 8)
+    on_host.select(torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"a batch of one, not \[0, 0\]"):
+        on_host.select(torch.tensor([0, 0]))
     for prompt in (plain, on_host):
         prompt.crop(4)
         prompt.append(keys, values)

@@ -121,7 +121,9 @@ class HostPrompt:
         return keys, values
 
     def select(self, indices: Tensor) -> None:
-        raise NotImplementedError("a prompt in host memory is a batch of one")
+        """Keeps these rows: the one there is."""
+        if indices.tolist() != [0]:
+            raise ValueError(f"a prompt in host memory is a batch of one, not {indices.tolist()}")
 
     def crop(self, tokens: int) -> None:
         self.num_tokens = max(0, self.num_tokens - tokens)

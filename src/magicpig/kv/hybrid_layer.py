@@ -53,9 +53,8 @@ class HybridLayer(NativeLayer):
             asked = _Sent(queries)
             seats = together([layer.window for layer in layers])
             with trace.device_span("window", batch=len(layers)):
-                scoring, span = Scoring(scale, softcap), layers[0].span
-                attend = _windows_by_triton if has_triton(queries) else _windows
-                near = attend(seats, queries, keys, values, scoring, span)
+                scoring = Scoring(scale, softcap)
+                near = _windows(seats, queries, keys, values, scoring, layers[0].span)
             far = _attend_far(layers, asked, scale, softcap)
             out = near[0] if far is None else _merged(near, far, queries.dtype)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
@@ -92,30 +91,21 @@ def _windows(
     span: int | None,
 ) -> State:
     """A token more in each window, and attention to them, or to the newest `span` of each."""
+    if has_triton(queries):
+        from magicpig.attention import window_on_gpu
+
+        seats.make_room()
+        windows = seats.keys, seats.values, seats.there
+        scale, softcap = scoring.scale, scoring.softcap
+        near = window_on_gpu.step(queries, keys, values, *windows, scale, softcap, span)
+        seats.advance()
+        return near
     seats.append(keys.to(seats.keys), values.to(seats.keys))
     all_keys, all_values, hidden = seats.tokens
     if span and max(seats.lengths) > span:
         old = torch.arange(all_keys.shape[2], device=keys.device) < seats.there[:, None] - span
         hidden = old[:, None] if hidden is None else hidden | old[:, None]
     return attend_to_all(queries.float(), all_keys, all_values, scoring, hidden)
-
-
-def _windows_by_triton(
-    seats: Seats,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scoring: Scoring,
-    span: int | None,
-) -> State:
-    from magicpig.attention import window_on_gpu
-
-    seats.make_room()
-    scale, softcap = scoring.scale, scoring.softcap
-    windows = seats.keys, seats.values, seats.there
-    near = window_on_gpu.step(queries, keys, values, *windows, scale, softcap, span)
-    seats.advance()
-    return near
 
 
 def _merged(near: State, far: State, dtype: torch.dtype) -> Tensor:
