@@ -46,7 +46,7 @@ struct Task {
 class Call {
  public:
   Call(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
-       Scoring scoring, bool exact, const AttendResult& result)
+       Scoring scoring, bool exact, const AttendResult& result, const uint16_t* signs)
       : k_(kernels()),
         geometry_(geometry),
         batch_(batch),
@@ -54,7 +54,7 @@ class Call {
         result_(result),
         heads_(geometry.group()),
         queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads, !exact && any_index(batch),
-                 scoring.scale) {
+                 scoring.scale, signs) {
     plan(exact);
   }
 
@@ -235,8 +235,8 @@ class Call {
 }  // namespace
 
 Timing attend(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
-              Scoring scoring, bool exact, const AttendResult& result) {
-  return Call(geometry, batch, queries, type, scoring, exact, result).run();
+              Scoring scoring, bool exact, const AttendResult& result, const uint16_t* signs) {
+  return Call(geometry, batch, queries, type, scoring, exact, result, signs).run();
 }
 
 }  // namespace magicpig

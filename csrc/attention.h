@@ -29,9 +29,10 @@ struct Timing {
 
 // batch: of each sequence, the runs it attends to.
 // queries: [batch, num_heads, head_dim] dense, of the given type. `exact`: read every row, whatever index there is.
+// signs: of the queries' projections, where another device has found them; see PreparedQueries.
 // std::invalid_argument when queries hold NaN, infinity or too large a norm.
 Timing attend(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
-              Scoring scoring, bool exact, const AttendResult& result);
+              Scoring scoring, bool exact, const AttendResult& result, const uint16_t* signs = nullptr);
 
 // The rows that attend would read for each head of one sequence, in ascending order, and their log inclusion
 // probabilities.

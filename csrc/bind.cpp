@@ -115,7 +115,7 @@ std::vector<std::vector<Run>> runs_of_batch(const std::vector<const LayerKV*>& b
 std::tuple<double, double, double, std::vector<size_t>> attend_batch(
     const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap, bool exact,
     const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
-    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted) {
+    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted, const std::optional<In<uint16_t, 2>>& signs) {
   const Geometry& geometry = checked_batch(batch, scale, softcap);
   const size_t size = batch.size(), heads = geometry.num_heads;
   const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
@@ -123,13 +123,17 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(
       !per_head(visited) || !per_head(predicted)) {
     refuse("out, lse, rows_read, visited and predicted must match the batch");
   }
+  if (signs && (!geometry.lsh || signs->shape(0) != geometry.lsh->num_groups || signs->shape(1) != size * heads)) {
+    refuse("signs must have shape [projections / 16, batch * num_heads], for an index of hash tables");
+  }
   const char* data = query_data(queries, size, geometry);
   const RowType type = type_of(queries, "queries");
   nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
   const std::vector<std::vector<Run>> runs = runs_of_batch(batch, snapshots);
   const Timing timing = attend(geometry, runs, data, type, {scale, softcap}, exact,
-                               {out.data(), lse.data(), rows_read.data(), visited.data(), predicted.data()});
+                               {out.data(), lse.data(), rows_read.data(), visited.data(), predicted.data()},
+                               signs ? signs->data() : nullptr);
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
   return {timing.draw, timing.drawn, timing.exact, tokens};
@@ -287,8 +291,9 @@ NB_MODULE(_native, m) {
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
   m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
         "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(), "visited"_a.noconvert(),
-        "predicted"_a.noconvert(),
-        "Fills out, lse, rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; "
+        "predicted"_a.noconvert(), "signs"_a.noconvert() = nb::none(),
+        "signs: of the queries' projections, where they are known already, sixteen to a number. Fills out, lse, "
+        "rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; "
         "returns the thread-seconds of "
         "drawing, of attention over drawn rows and over rows "
         "read whole, and the tokens of each kv.");

@@ -17,13 +17,14 @@ constexpr size_t kRowsAtOnce = 32;
 }
 
 PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometry, const char* queries, RowType type,
-                                 size_t count, bool drawing, float scale)
+                                 size_t count, bool drawing, float scale, const uint16_t* signs)
     : dim_(geometry.dim()),
       lsh_(geometry.lsh),
       scan_config_(geometry.scan),
       values_(count * dim_),
       hi_(count * dim_),
-      inv_norms_(count) {
+      inv_norms_(count),
+      sign_bits_(signs) {
   if (type != kBF16) lo_.resize(values_.size());
   std::atomic<bool> needs_lo{false};
   parallel_for((count + kRowsAtOnce - 1) / kRowsAtOnce, [&](size_t part) {
@@ -32,7 +33,10 @@ PreparedQueries::PreparedQueries(const Kernels& kernels, const Geometry& geometr
     if (prepare(kernels, geometry, source, type, first, rows)) needs_lo = true;
   });
   if (!needs_lo) lo_.clear();
-  if (drawing && lsh_) sign_bits_ = lsh_->sign_bits(kernels, values_.data(), count);
+  if (drawing && lsh_ && !signs) {
+    own_sign_bits_ = lsh_->sign_bits(kernels, values_.data(), count);
+    sign_bits_ = own_sign_bits_.data();
+  }
   if (drawing && geometry.scan) scan_ = ScanQueries(*geometry.scan, count, geometry.group(), scale);
 }
 
@@ -76,7 +80,7 @@ void PreparedQueries::codes(size_t i, std::vector<uint16_t>& out) const {
   out.resize(lsh_->num_tables);
   // A query without direction hashes like zero: all bits one.
   if (inv_norms_[i] == 0) return std::fill(out.begin(), out.end(), static_cast<uint16_t>(lsh_->num_buckets() - 1));
-  for (uint32_t t = 0; t < lsh_->num_tables; ++t) out[t] = lsh_->code(sign_bits_.data(), inv_norms_.size(), i, t);
+  for (uint32_t t = 0; t < lsh_->num_tables; ++t) out[t] = lsh_->code(sign_bits_, inv_norms_.size(), i, t);
 }
 
 RowsArgs rows_args(const Geometry& geometry, const Run& run, uint32_t kv_head, const PreparedQueries& queries,

@@ -12,9 +12,10 @@ namespace magicpig {
 class PreparedQueries {
  public:
   // queries: [count, head_dim] dense, of the given type. drawing: also as the geometry's index wants them, which may
-  // want to know the scale of the scores. std::invalid_argument for NaN, infinity or too large a norm.
+  // want to know the scale of the scores. signs: of their projections, as Lsh::sign_bits gives them; null: found here.
+  // std::invalid_argument for NaN, infinity or too large a norm.
   PreparedQueries(const Kernels& kernels, const Geometry& geometry, const char* queries, RowType type, size_t count,
-                  bool drawing, float scale);
+                  bool drawing, float scale, const uint16_t* signs = nullptr);
 
   Queries view(size_t i) const {
     return {values(i), hi_.data() + i * dim_, lo_.empty() ? nullptr : lo_.data() + i * dim_};
@@ -36,7 +37,8 @@ class PreparedQueries {
   std::vector<float> values_;  // padded
   std::vector<bf16> hi_, lo_;  // the same, split in two; no low part when the high one says it all
   std::vector<float> inv_norms_;
-  std::vector<uint16_t> sign_bits_;
+  std::vector<uint16_t> own_sign_bits_;
+  const uint16_t* sign_bits_;
   ScanQueries scan_;
 };
 

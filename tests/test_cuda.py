@@ -233,3 +233,33 @@ def test_forks_of_one_prompt_in_both_halves():
         tokens.append([c.token_ids for c in llm.generate(prompt, params)[0].completions])
     same = [a == b for x, y in zip(*tokens, strict=True) for a, b in zip(x, y, strict=True)]
     assert sum(same) > 0.8 * len(same)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:100%", "cpu-dense", "kv-stream", "full"])
+def test_recorded_steps_give_the_same_numbers(name, method):
+    """Sequences of other lengths come and go; windows grow and become far."""
+    prompts = [[i * k % 200 + 3 for i in range(90 * k)] for k in (1, 2, 3, 5)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (60, 25, 60, 40)]
+    found = []
+    for recorded in (False, True):
+        here = loaded(name)
+        model = LoadedModel(here.model.cuda(), here.tokenizer, name, here.path)
+        llm = LLM(model, method=method, window=HYBRID)
+        graphs = llm.engine.runner.graphs
+        if not recorded:
+            llm.engine.runner.graphs = []
+        found.append([g.completions[0].token_ids for g in llm.generate(prompts, params)])
+        assert any(each._kept for each in graphs) == recorded
+    assert found[0] == found[1]
+
+
+def test_models_that_cannot_be_recorded_go_on(monkeypatch):
+    llm = cuda_llm()
+    embed = llm.engine.runner.model.get_input_embeddings()
+    embed.register_forward_hook(lambda *_: torch.cuda.current_stream().synchronize())
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    expected = cuda_llm().generate([[5, 6, 7] * 30], params)
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        got = llm.generate([[5, 6, 7] * 30], params)
+    assert [g.text for g in got] == [g.text for g in expected]

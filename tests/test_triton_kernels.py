@@ -5,9 +5,12 @@ import os
 import pytest
 import torch
 
+from magicpig import LSHConfig
 from magicpig.attention.mass import attention_mass
 from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
+from magicpig.kv.device_index import directions_of
+from magicpig.kv.tray import _packed_signs
 
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
@@ -32,7 +35,7 @@ def on_device(*tensors):
     [((6, 2, 16), [5, 70]), ((4, 4, 80), [150]), ((9, 3, 64), [0, 1, 130]), ((32, 1, 24), [64])],
 )
 def test_a_step_over_windows(heads, lengths, span, softcap, dtype):
-    from magicpig.attention.window_on_gpu import merge_into, step
+    from magicpig.attention.window_on_gpu import step
 
     torch.manual_seed(0)
     num_heads, kv_heads, dim = heads
@@ -41,7 +44,9 @@ def test_a_step_over_windows(heads, lengths, span, softcap, dtype):
     keys, values = torch.randn(2, batch, kv_heads, capacity, dim).to(dtype)
     new_keys, new_values = torch.randn(2, batch, kv_heads, dim).to(dtype)
     there = on_device(queries, new_keys, new_values, keys, values)
-    near = step(*there, *on_device(torch.tensor(lengths, dtype=torch.int32)), 0.3, softcap, span)
+    near = torch.empty_like(there[0], dtype=torch.float32), torch.empty(batch, num_heads).to(DEVICE)
+    lengths_there = torch.tensor(lengths, dtype=torch.int32).to(DEVICE)
+    step(*there, lengths_there, 0.3, softcap, span, near)
     for i, length in enumerate(lengths):
         keys[i, :, length], values[i, :, length] = new_keys[i], new_values[i]
     assert torch.equal(there[3].cpu(), keys)
@@ -54,11 +59,41 @@ def test_a_step_over_windows(heads, lengths, span, softcap, dtype):
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     for got, wanted in zip(near, expected, strict=True):
         torch.testing.assert_close(got.cpu(), wanted, atol=tolerance, rtol=tolerance)
-    far_out, far_lse = torch.randn(batch, num_heads, dim), torch.randn(batch, num_heads)
-    far_lse[0, 0] = -torch.inf
-    merged = merge_into(near, tuple(on_device(far_out, far_lse)), torch.float32).cpu()
-    wanted, _ = merge(*expected, far_out, far_lse)
-    torch.testing.assert_close(merged, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(1, 32, 128), (3, 9, 64), (2, 4, 80), (2, 3, 24)])
+def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
+    from magicpig.attention import exchange_on_gpu
+
+    torch.manual_seed(0)
+    batch, heads, dim = sizes
+    queries = torch.randn(sizes).to(dtype)
+    queries[0, 1, 2], queries[-1, 0, 0] = torch.nan, 1e19
+    there = queries.to(DEVICE)
+    fine = torch.ones(batch, heads, dtype=torch.bool)
+    fine[0, 1] = fine[-1, 0] = False
+    asked = torch.full(sizes, 7.0, dtype=dtype, pin_memory=CUDA)
+    exchange_on_gpu.ask(there, asked)
+    lsh = LSHConfig(5, 30)
+    directions = directions_of(lsh, dim, DEVICE)
+    directions = directions if CUDA else directions.float()  # which the interpreter can multiply
+    words = torch.full((10, batch * heads), 7, dtype=torch.int16, pin_memory=CUDA)
+    exchange_on_gpu.hash_signs(there, directions, words)
+    near = [torch.randn(sizes).to(DEVICE), torch.randn(batch, heads).to(DEVICE)]
+    far = torch.randn(sizes), torch.randn(batch, heads)
+    far[1][0, 0] = -torch.inf
+    if CUDA:
+        far = far[0].pin_memory(), far[1].pin_memory()
+    out = exchange_on_gpu.answer(there, near, far).cpu()
+    assert torch.equal(asked, torch.where(fine[..., None], queries, 0.0))
+    expected = _packed_signs(torch.where(fine[..., None], queries, 0.0), directions.cpu())
+    differing = (words[:, fine.flatten()] ^ expected[:, fine.flatten()]).int() & 0xFFFF
+    flipped = sum(bin(word).count("1") for word in differing.flatten().tolist())
+    assert flipped <= 0.002 * fine.sum() * 150  # where a projection is all but zero
+    wanted, _ = merge(*(part.cpu() for part in near), *far)
+    torch.testing.assert_close(out[fine].float(), wanted[fine], atol=1e-2, rtol=1e-2)
+    assert out[~fine].isnan().all()
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -75,3 +110,31 @@ def test_what_tokens_get_of_attention(sizes, softcap):
     expected = attention_mass(queries, keys, None, 0.3, softcap)
     got = causal_mass(*on_device(queries, keys), 0.3, softcap).cpu()
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [((6, 2, 16), [5, 700, 0]), ((4, 4, 80), [150]), ((9, 3, 64), [333, 1]), ((32, 8, 128), [300])],
+)
+def test_a_step_over_whole_contexts(heads, lengths, softcap, dtype):
+    from magicpig.attention import whole_on_gpu
+
+    torch.manual_seed(0)
+    num_heads, kv_heads, dim = heads
+    queries = torch.randn(len(lengths), num_heads, dim).to(dtype)
+    tensors = [torch.randn(1, kv_heads, n, dim).to(dtype) for n in lengths for _ in range(2)]
+    contexts = whole_on_gpu.Contexts(on_device(*tensors))
+    out, lse = whole_on_gpu.attend(*on_device(queries), contexts, 0.3, softcap)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    for i in range(len(lengths)):
+        keys, values = tensors[2 * i : 2 * i + 2]
+        one = queries[i : i + 1].float()
+        if not lengths[i]:
+            assert torch.equal(out[i].cpu(), torch.zeros(num_heads, dim))
+            assert (lse[i] == -torch.inf).all()
+            continue
+        expected = attend_to_all(one, keys, values, Scoring(0.3, softcap), None)
+        torch.testing.assert_close(out[i].cpu(), expected[0][0], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[i].cpu(), expected[1][0], atol=tolerance, rtol=tolerance)

@@ -6,22 +6,19 @@ caches do. Exact; where the device is the CPU itself, the copy is one within its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from magicpig.attention.full import spend_on_all
-from magicpig.attention.scoring import Scoring, attend_to_all
-from magicpig.attention.tensor_method import NearAndFar
+from magicpig.attention.whole import WholeMethod
 from magicpig.kv.base import LayerShape
 from magicpig.kv.far_tokens import FarTokens
-from magicpig.kv.tensor_layer import TensorLayer
 
 
 @dataclass(frozen=True)
-class KvStream(NearAndFar):
+class KvStream(WholeMethod):
     """Exact attention on the device over a cache that is not there."""
 
     name: ClassVar[str] = "kv-stream"
@@ -34,13 +31,5 @@ class KvStream(NearAndFar):
             keys, values = keys.pin_memory(), values.pin_memory()
         return FarTokens(keys, values)
 
-    def attend_far(
-        self, layers: Sequence[TensorLayer], far: FarTokens, queries: Tensor, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        spend_on_all(layers, far)
-        keys, values = (
-            tensor.to(queries.device, copy=True, non_blocking=True)
-            for tensor in (far.keys, far.values)
-        )
-        hidden = None if far.hidden is None else far.hidden.to(queries.device)
-        return attend_to_all(queries, keys, values, scoring, hidden)
+    def there(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.to(device, copy=True, non_blocking=True)

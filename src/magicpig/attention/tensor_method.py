@@ -69,6 +69,20 @@ class TensorMethod(Method):
     def collect(self, layer: TensorLayer) -> None:
         """Before a layer leaves its seats or changes there: what its steps left with them."""
 
+    def step(
+        self,
+        layers: Sequence[TensorLayer],
+        seats: Seats,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """A token more in each window, and attention to all: [batch, heads, dim]."""
+        seats.append(keys.to(seats.keys), values.to(seats.keys))
+        return self.attend(layers, seats, queries.float(), scale, softcap)
+
     @abstractmethod
     def attend(
         self,
@@ -112,9 +126,14 @@ def attend_to_windows(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the windows; a step that has read nothing else so far."""
     keys, values, hidden = seats.tokens
+    spend_on_step(layers)
+    return attend_to_all(queries, keys, values, scoring, hidden)
+
+
+def spend_on_step(layers: Sequence[TensorLayer]) -> None:
+    """The cost of a step, whatever it reads."""
     for layer in layers:
         layer.spend(_asked(layer.shape, layer.far_seen))
-    return attend_to_all(queries, keys, values, scoring, hidden)
 
 
 class ChoosingMethod(NearAndFar):
@@ -145,7 +164,6 @@ class ChoosingMethod(NearAndFar):
 
 @lru_cache(maxsize=1024)
 def _asked(shape: LayerShape, tokens: int) -> dict[str, int]:
-    """The cost of a step, whatever it reads."""
     return {"steps": 1, "tokens": shape.num_heads * tokens}
 
 

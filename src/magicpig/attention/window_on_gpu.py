@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 64  # of a window, looked at together
+AT_ONCE = 16384  # bytes of a window's keys, looked at together
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -40,10 +40,10 @@ def _step(
     asked = (row * kv_heads * GROUP + kv_head * GROUP + heads)[:, None] * DIM + dims[None, :]
     q = tl.load(queries + asked, mask=(heads < GROUP)[:, None] & there[None, :], other=0.0)
     # The new token is looked at first: what was stored just now is not read back.
-    scores = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
     if HAS_SOFTCAP:
-        scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap))) * softcap
-    highest = scores * LOG2_E
+        score = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * score / softcap))) * softcap
+    highest = score * LOG2_E
     total = tl.full([HEADS], 1.0, tl.float32)
     sums = tl.zeros([HEADS, WIDE], tl.float32) + value.to(tl.float32)[None, :]
     first = tl.maximum(0, length + 1 - span)
@@ -73,21 +73,6 @@ def _step(
     tl.store(out + asked, sums / total[:, None], mask=(heads < GROUP)[:, None] & there[None, :])
 
 
-@triton.jit
-def _merge(near, near_lse, far, far_lse, out, count, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Of one query head of one sequence."""
-    head = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, WIDE)
-    at, there = head * DIM + dims, dims < DIM
-    a, b = tl.load(near_lse + head), tl.load(far_lse + head)
-    peak = tl.maximum(a, b)  # windows are never empty: finite
-    weight_a, weight_b = tl.exp(a - peak), tl.exp(b - peak)
-    x = tl.load(near + at, mask=there, other=0.0)
-    y = tl.load(far + at, mask=there, other=0.0)
-    merged = (x * weight_a + y * weight_b) / (weight_a + weight_b)
-    tl.store(out + at, merged.to(out.dtype.element_ty), mask=there)
-
-
 def step(
     queries: Tensor,
     new_keys: Tensor,
@@ -98,8 +83,9 @@ def step(
     scale: float,
     softcap: float | None,
     span: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Output [batch, heads, dim] and log-sum-exp [batch, heads], in float32.
+    near: tuple[Tensor, Tensor],
+) -> None:
+    """Fills near: output [batch, heads, dim] and log-sum-exp [batch, heads], float32.
 
     queries: [batch, heads, dim]. new_keys, new_values: [batch, kv_heads, dim], written behind the
     tokens that there are. keys, values: [batch, kv_heads, capacity, dim]. lengths: int32 [batch],
@@ -108,10 +94,9 @@ def step(
     batch, heads, dim = queries.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads
-    out = torch.empty(batch, heads, dim, device=queries.device)
-    lse = torch.empty(batch, heads, device=queries.device)
     wide = torch.float32 in (queries.dtype, keys.dtype)
     dtype = torch.float32 if wide else keys.dtype
+    wide_dim = max(16, triton.next_power_of_2(dim))
     _step[batch, kv_heads](
         queries.to(dtype).contiguous(),
         new_keys.to(keys.dtype).contiguous(),
@@ -119,8 +104,7 @@ def step(
         keys,
         values,
         lengths,
-        out,
-        lse,
+        *near,
         capacity,
         scale,
         softcap or 1.0,
@@ -128,20 +112,8 @@ def step(
         GROUP=group,
         HEADS=max(16, triton.next_power_of_2(group)),
         DIM=dim,
-        WIDE=max(16, triton.next_power_of_2(dim)),
-        BLOCK=TOKENS if dim * dtype.itemsize <= 256 else TOKENS // 2,  # what shared memory holds
+        WIDE=wide_dim,
+        BLOCK=min(64, max(16, AT_ONCE // (wide_dim * dtype.itemsize))),
         HAS_SOFTCAP=softcap is not None,
         PRECISION="ieee" if wide else "tf32",
     )
-    return out, lse
-
-
-def merge_into(
-    near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> Tensor:
-    """Attention over windows and far contexts, [batch, heads, dim]; far ones may be empty."""
-    batch, heads, dim = near[0].shape
-    out = torch.empty(batch, heads, dim, dtype=dtype, device=near[0].device)
-    wide = max(16, triton.next_power_of_2(dim))
-    _merge[(batch * heads,)](*near, *far, out, batch * heads, DIM=dim, WIDE=wide)
-    return out

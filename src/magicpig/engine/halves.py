@@ -1,9 +1,8 @@
 """Halves: two halves of a batch that go through the model by turns.
 
 Where the far context is the CPU's and the model is a GPU's, each waits for the other in every
-layer.
-With two halves one is on the GPU while the other is on the CPU. Each has a thread, and on a GPU a
-stream; whoever attends to far contexts takes its turn on the CPU.
+layer. With two halves one is on the GPU while the other is on the CPU. Each has a thread, and on a
+GPU a stream; whoever attends to far contexts takes its turn on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from magicpig import trace
 
-Work = Callable[[int, int], Tensor]  # of the sequences from one number up to another: a batch
+Work = Callable[[], Tensor]
 
 
 class Halves:
@@ -31,22 +30,21 @@ class Halves:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="magicpig-half")
 
-    def run(self, batch: int, work: Work) -> Tensor:
-        """Results [batch, ...] of the work, done for both halves; two sequences at least."""
-        middle = -(-batch // 2)
+    def run(self, one: Work, other: Work) -> Tensor:
+        """Results [sequences, ...] of both halves' work, end to end."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        other = self._thread.submit(self._second, work, middle, batch)
+        second = self._thread.submit(self._second, other)
         try:
             with trace.span("half", number=0):
-                first = work(0, middle)
+                first = one()
         finally:
-            other.exception()  # whatever became of this half, that one ends before we go on
+            second.exception()  # whatever became of this half, that one ends before we go on
             if self._stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return torch.cat([first, other.result()])
+        return torch.cat([first, second.result()])
 
-    def _second(self, work: Work, first: int, last: int) -> Tensor:
+    def _second(self, work: Work) -> Tensor:
         where = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), where, trace.span("half", number=1):
-            return work(first, last)
+            return work()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from magicpig import trace
 from magicpig.attention.exact import torch_has_tiles
 from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
+from magicpig.engine.graphs import Graphs
 from magicpig.engine.halves import Halves
 from magicpig.engine.memory import Needs, heads_of
 from magicpig.hf.attention import ENGINE, register
@@ -154,6 +155,9 @@ class Runner:
         self.batches = not ROTARY_BY_LENGTH & rotary_kinds(config) and all(
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
+        self.graphs: list[Graphs] = []  # of each half
+        if self.device.type == "cuda" and self.batches:
+            self.graphs = [Graphs(model), Graphs(model)]
 
     @contextmanager
     def threads(self) -> Iterator[None]:
@@ -252,13 +256,28 @@ class Runner:
             pairs = zip(kvs, token_ids, strict=True)
             return torch.cat([self.decode([kv], [token]) for kv, token in pairs])
 
-        def part(first: int, last: int) -> Tensor:
-            return self._decode(kvs[first:last], token_ids[first:last])
-
         with self._there(), trace.span("decode", batch=len(kvs)):
             if self.halves is None or len(kvs) == 1:
-                return part(0, len(kvs))
-            return self.halves.run(len(kvs), part)
+                return self._part(0, kvs, token_ids)()
+            middle = -(-len(kvs) // 2)
+            return self.halves.run(
+                self._part(0, kvs[:middle], token_ids[:middle]),
+                self._part(1, kvs[middle:], token_ids[middle:]),
+            )
+
+    def _part(self, half: int, kvs: list[SequenceKV], token_ids: list[int]) -> Callable[[], Tensor]:
+        """A step of some sequences, to be done; graphs are recorded now, while nothing runs."""
+        graphs = self.graphs[half].prepared(kvs) if self.graphs else None
+        if graphs is None:
+            return lambda: self._decode(kvs, token_ids)
+
+        def run() -> Tensor:
+            logits = graphs.run(kvs, token_ids)
+            for kv in kvs:
+                kv.num_tokens += 1
+            return logits
+
+        return run
 
     def _decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
         layers: list[Any] = [

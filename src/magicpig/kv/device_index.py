@@ -79,13 +79,14 @@ def _tables_of_head(keys: Tensor, lsh: LSHConfig) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _directions(lsh: LSHConfig, head_dim: int, device: torch.device) -> Tensor:
+def directions_of(lsh: LSHConfig, head_dim: int, device: torch.device) -> Tensor:
+    """Those of the projection, [head_dim, projections], bfloat16."""
     return reference.projection(lsh, head_dim).to(device).bfloat16()
 
 
 def _codes(centred: Tensor, lsh: LSHConfig) -> Tensor:
     """The bucket [num_tables, tokens] of each key in each table."""
-    directions = _directions(lsh, centred.shape[1], centred.device)
+    directions = directions_of(lsh, centred.shape[1], centred.device)
     bits = (centred.bfloat16() @ directions >= 0).view(len(centred), lsh.num_tables, -1)
     codes = torch.zeros(bits.shape[:2], dtype=torch.int32, device=centred.device)
     for i in range(lsh.bits_per_table):

@@ -1,7 +1,8 @@
 """HybridLayer: the window where the model computes, the far context in CPU memory.
 
 A step appends to the window and attends to it on the device, while the native core attends to the
-far context; both parts merge on the device. Only queries leave it, and partial results come back.
+far context; both parts merge on the device. Only queries and their hashes leave it, and partial
+results come back.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from torch import Tensor
 
 from magicpig import _native, trace
 from magicpig.attention.gpu import has_triton
-from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
 from magicpig.config import IndexConfig, LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import MAX_NORM
 from magicpig.kv.device_window import DeviceWindow
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import Seats, together
+from magicpig.kv.tray import Tray, tray_for
 
 _turn = threading.Lock()  # two halves of a batch do not share the cores, they take turns
 
@@ -50,101 +50,113 @@ class HybridLayer(NativeLayer):
         softcap: float | None,
     ) -> Tensor:
         with torch.inference_mode():
-            asked = _Sent(queries)
-            seats = together([layer.window for layer in layers])
-            with trace.device_span("window", batch=len(layers)):
-                scoring = Scoring(scale, softcap)
-                near = _windows(seats, queries, keys, values, scoring, layers[0].span)
-            far = _attend_far(layers, asked, scale, softcap)
-            out = near[0] if far is None else _merged(near, far, queries.dtype)
+            first = layers[0]
+            tray = tray_for(len(layers), first.shape, first.far.index)
+            queries = queries.contiguous()
+            if first.span:
+                _attend_near(layers, tray, queries, keys, values, Scoring(scale, softcap))
+                out = tray.near[0]
+            else:
+                tray.ask(queries)
+                cls.exchange(layers, tray, queries, keys, values, scale, softcap)
+                out = tray.answer(queries)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
-
-class _Sent:
-    """A tensor on its way to the CPU; the device works on meanwhile."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._tensor = tensor.cpu().contiguous()
-
-    def arrived(self) -> Tensor:
-        if self._event:
-            self._event.synchronize()
-        return self._tensor
-
-
-State = tuple[Tensor, Tensor]  # output [batch, heads, dim] and log-sum-exp [batch, heads]
+    @classmethod
+    def exchange(
+        cls,
+        layers: Sequence[HybridLayer],
+        tray: Tray,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """What a step does between asking and the answer: near and far attention."""
+        tray.sent()
+        _attend_near(layers, tray, queries, keys, values, Scoring(scale, softcap))
+        with trace.span("wait for queries"):
+            tray.wait()
+        _attend_far(layers, tray, scale, softcap)
 
 
-def _windows(
-    seats: Seats,
+def _attend_near(
+    layers: Sequence[HybridLayer],
+    tray: Tray,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     scoring: Scoring,
-    span: int | None,
-) -> State:
+) -> None:
     """A token more in each window, and attention to them, or to the newest `span` of each."""
-    if has_triton(queries):
-        from magicpig.attention import window_on_gpu
+    seats, span = together([layer.window for layer in layers]), layers[0].span
+    with trace.device_span("window", batch=len(layers)):
+        if has_triton(queries):
+            from magicpig.attention import window_on_gpu
 
-        seats.make_room()
-        windows = seats.keys, seats.values, seats.there
-        scale, softcap = scoring.scale, scoring.softcap
-        near = window_on_gpu.step(queries, keys, values, *windows, scale, softcap, span)
-        seats.advance()
-        return near
+            seats.make_room()
+            window_on_gpu.step(
+                queries,
+                keys,
+                values,
+                seats.keys,
+                seats.values,
+                seats.there,
+                scoring.scale,
+                scoring.softcap,
+                span,
+                tray.near,
+            )
+            seats.advance()
+        else:
+            _attend_near_in_torch(seats, span, tray, queries, keys, values, scoring)
+    if span:
+        for layer in layers:
+            layer.window.count(0, 0, 0)
+
+
+def _attend_near_in_torch(
+    seats: Seats,
+    span: int | None,
+    tray: Tray,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scoring: Scoring,
+) -> None:
     seats.append(keys.to(seats.keys), values.to(seats.keys))
     all_keys, all_values, hidden = seats.tokens
     if span and max(seats.lengths) > span:
         old = torch.arange(all_keys.shape[2], device=keys.device) < seats.there[:, None] - span
         hidden = old[:, None] if hidden is None else hidden | old[:, None]
-    return attend_to_all(queries.float(), all_keys, all_values, scoring, hidden)
-
-
-def _merged(near: State, far: State, dtype: torch.dtype) -> Tensor:
-    if not has_triton(near[0]):
-        return merge(*near, *far)[0]
-    from magicpig.attention import window_on_gpu
-
-    return window_on_gpu.merge_into(near, far, dtype)
+    found = attend_to_all(queries.float(), all_keys, all_values, scoring, hidden)
+    for mine, part in zip(tray.near, found, strict=True):
+        mine.copy_(part)
 
 
 def _attend_far(
-    layers: Sequence[HybridLayer], asked: _Sent, scale: float, softcap: float | None
-) -> State | None:
-    """Output and log-sum-exp over the far contexts, on the device; None where there are none."""
-    device = layers[0].shape.device
-    if not any(layer.far.num_tokens for layer in layers):
-        for layer in layers:
-            layer.window.count(0, 0, 0)
-        return None
-    with trace.span("wait for queries"):
-        queries = asked.arrived()
-    bad = ~(queries.float().norm(dim=-1) <= MAX_NORM).all(1)  # the others go on without it
-    if bad.any():
-        queries = queries.masked_fill(bad[:, None, None], 0.0)
-    pinned = device.type == "cuda"
-    out = torch.empty(queries.shape, dtype=torch.float32, pin_memory=pinned)
-    lse = torch.empty(queries.shape[:2], dtype=torch.float32, pin_memory=pinned)
-    rows, visited = torch.zeros(2, *queries.shape[:2], dtype=torch.int64)
-    far = [layer.far._native for layer in layers]
+    layers: Sequence[HybridLayer], tray: Tray, scale: float, softcap: float | None
+) -> None:
+    """Output and log-sum-exp over the far contexts, of what was asked."""
     with _turn, trace.span("far context", batch=len(layers)):
         draw, drawn, whole, tokens = _native.attend(
-            far, queries, scale, softcap or 0.0, False, out, lse, rows, visited, lse.clone()
+            [layer.far._native for layer in layers],
+            tray.asked,
+            scale,
+            softcap or 0.0,
+            False,
+            tray.out,
+            tray.lse,
+            tray.rows,
+            tray.visited,
+            tray.predicted,
+            tray.signs,
         )
-    out[bad] = torch.nan
     layers[0].window.spend((draw, drawn, whole))
-    counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
-    for layer, *count in counts:
+    rows, visited = tray.rows.sum(1).tolist(), tray.visited.sum(1).tolist()
+    for layer, *count in zip(layers, rows, visited, tokens, strict=True):
         layer.window.count(*count)
-    return out.to(device, non_blocking=True), lse.to(device, non_blocking=True)
 
 
 def new_layer(

@@ -7,11 +7,15 @@ moves, with its window, to new seats.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from magicpig.kv.far_tokens import FarTokens
+
+if TYPE_CHECKING:
+    from magicpig.attention.whole_on_gpu import Contexts
 
 ROOM = 64  # tokens that a window may grow by before it moves
 
@@ -23,6 +27,7 @@ class Seats:
     far: their far contexts as they stepped last.
     drawn: int64 [batch], rows that were counted on the device.
     sums: what a method adds up for its sequences while they sit here, [batch, ...] each.
+    contexts: where their far contexts are, for kernels on a GPU.
     """
 
     def __init__(self, windows: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -31,8 +36,9 @@ class Seats:
         self._there: Tensor | None = None
         self.far: FarTokens | None = None
         self.sums: tuple[Tensor, Tensor] | None = None
+        self.contexts: Contexts | None = None
         first = windows[0][0]
-        shape = (len(windows), first.shape[0], max(self.lengths) + ROOM, first.shape[2])
+        shape = len(windows), first.shape[0], _capacity(max(self.lengths) + ROOM), first.shape[2]
         self.keys, self.values = first.new_zeros(shape), first.new_zeros(shape)
         self.drawn = torch.zeros(len(windows), dtype=torch.int64, device=first.device)
         for i, (keys, values) in enumerate(windows):
@@ -54,7 +60,7 @@ class Seats:
         if max(self.lengths) < self.keys.shape[2]:
             return
         grown = list(self.keys.shape)
-        grown[2] += max(ROOM, grown[2] // 2)
+        grown[2] = _capacity(grown[2] + max(ROOM, grown[2] // 2))
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros(grown)
@@ -96,6 +102,11 @@ class Seats:
             return keys, values, None
         hidden = torch.arange(longest, device=keys.device) >= self.there[:, None]
         return keys, values, hidden[:, None]
+
+
+def _capacity(tokens: int) -> int:
+    """A multiple of 16, which kernels are compiled for."""
+    return -(-tokens // 16) * 16
 
 
 class Sitter:

@@ -60,8 +60,8 @@ class TensorLayer(SequenceLayer, Sitter):
     ) -> Tensor:
         with torch.inference_mode():
             seats = together(layers)
-            seats.append(keys.to(seats.keys), values.to(seats.keys))
-            out = layers[0].method.attend(layers, seats, queries.float(), scale, softcap)
+            method = layers[0].method
+            out = method.step(layers, seats, queries, keys, values, scale, softcap)
             for layer in layers:
                 layer._near_rows += layer.shape.num_heads * seats.lengths[layer.seat]
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode

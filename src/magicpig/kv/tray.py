@@ -1,0 +1,118 @@
+"""Tray: what goes from the model's device to the CPU in a step of a layer, and what comes back."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from magicpig.attention.gpu import has_triton
+from magicpig.attention.merge import merge
+from magicpig.config import IndexConfig, LSHConfig
+from magicpig.kv.base import LayerShape
+from magicpig.kv.device_index import MAX_NORM, directions_of
+
+MOST_KEPT = 16  # of trays, by a thread
+
+
+class Tray:
+    """For a batch in layers of one kind, which use it one after another, in one stream.
+
+    near: output [batch, heads, dim] and log-sum-exp [batch, heads] over windows, on the device.
+    far: the same over far contexts, in host memory that the device can read.
+    asked: the queries there.
+    out, lse, rows, visited, predicted: `far` and what the native core counts, [batch, heads]; numpy
+        arrays, which it takes faster than tensors.
+    signs: of the queries' projections, uint16 [projections / 16, batch * heads], for hash tables.
+    """
+
+    def __init__(self, batch: int, shape: LayerShape, index: IndexConfig | None) -> None:
+        heads, dim, device = shape.num_heads, shape.head_dim, shape.device
+        pinned = device.type == "cuda"
+        self.near = (
+            torch.empty(batch, heads, dim, device=device),
+            torch.empty(batch, heads, device=device),
+        )
+        self.far = (
+            torch.empty(batch, heads, dim, pin_memory=pinned),
+            torch.empty(batch, heads, pin_memory=pinned),
+        )
+        self.asked = torch.empty(batch, heads, dim, dtype=shape.dtype, pin_memory=pinned)
+        self._directions: Tensor | None = None
+        self._signs: Tensor | None = None
+        self.signs: Any = None
+        if isinstance(index, LSHConfig):
+            self._directions = directions_of(index, dim, device)
+            words = -(-self._directions.shape[1] // 16)
+            self._signs = torch.empty(words, batch * heads, dtype=torch.int16, pin_memory=pinned)
+            self.signs = self._signs.numpy().view(np.uint16)
+        self.out: Any = self.far[0].numpy()
+        self.lse: Any = self.far[1].numpy()
+        self.rows: Any = np.zeros((batch, heads), np.int64)
+        self.visited: Any = np.zeros((batch, heads), np.int64)
+        self.predicted: Any = np.zeros((batch, heads), np.float32)
+        self._arrival: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def ask(self, queries: Tensor) -> None:
+        """Sends queries [batch, heads, dim], and their hashes; zeros for those that are not finite
+        or too large."""
+        if has_triton(queries):
+            from magicpig.attention import exchange_on_gpu
+
+            exchange_on_gpu.ask(queries, self.asked)
+            if self._signs is not None and self._directions is not None:
+                exchange_on_gpu.hash_signs(queries, self._directions, self._signs)
+            return
+        fine = _are_fine(queries)
+        self.asked.copy_(torch.where(fine, queries, 0.0), non_blocking=True)
+        if self._signs is not None and self._directions is not None:
+            self._signs.copy_(_packed_signs(queries, self._directions), non_blocking=True)
+
+    def sent(self) -> None:
+        """Marks, behind `ask` in the device's stream, the moment when all has arrived."""
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def wait(self) -> None:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+
+    def answer(self, queries: Tensor) -> Tensor:
+        """Both parts merged, in the queries' dtype; NaN for those that were not fine."""
+        if has_triton(queries):
+            from magicpig.attention import exchange_on_gpu
+
+            return exchange_on_gpu.answer(queries, self.near, self.far)
+        out, lse = (part.to(queries.device, non_blocking=True) for part in self.far)
+        merged, _ = merge(*self.near, out, lse)
+        return torch.where(_are_fine(queries), merged, torch.nan).to(queries.dtype)
+
+
+def _are_fine(queries: Tensor) -> Tensor:
+    norms: Tensor = queries.float().norm(dim=-1, keepdim=True)
+    return norms <= MAX_NORM
+
+
+def _packed_signs(queries: Tensor, directions: Tensor) -> Tensor:
+    """Sixteen to a word: int16 [projections / 16, batch * heads]."""
+    found = queries.flatten(0, 1).bfloat16().float() @ directions.float() >= 0
+    bits = torch.nn.functional.pad(found, (0, -found.shape[1] % 16)).view(len(found), -1, 16)
+    places = 1 << torch.arange(16, dtype=torch.int32, device=queries.device)
+    return (bits * places).sum(-1).to(torch.int16).T
+
+
+_kept = threading.local()
+
+
+def tray_for(batch: int, shape: LayerShape, index: IndexConfig | None) -> Tray:
+    """This thread's."""
+    trays: dict[Any, Tray] = _kept.__dict__.setdefault("trays", {})
+    key = batch, shape, index
+    if key not in trays:
+        if len(trays) >= MOST_KEPT:
+            del trays[next(iter(trays))]
+        trays[key] = Tray(batch, shape, index)
+    return trays[key]
