@@ -67,7 +67,9 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._sent = torch.zeros(2, batch, 1, dtype=torch.int64, pin_memory=True)
         self._ids = torch.zeros(2, batch, 1, dtype=torch.int64, device=device)  # and positions
-        layers: list[Any] = [_RecordedLayer(self, i, layer) for i, layer in enumerate(kvs[0].layers)]
+        layers: list[Any] = [
+            _RecordedLayer(self, i, layer) for i, layer in enumerate(kvs[0].layers)
+        ]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self._begin()
