@@ -23,6 +23,7 @@ struct Part {
   const Run* run;
   uint32_t first, count;
   bool drawn;
+  size_t piece;  // of rows that were drawn elsewhere: the run's first
 };
 
 // The parts of one KV head of one sequence; whoever finishes its last task merges their states.
@@ -46,15 +47,16 @@ struct Task {
 class Call {
  public:
   Call(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
-       Scoring scoring, bool exact, const AttendResult& result, const uint16_t* signs)
+       Scoring scoring, bool exact, const AttendResult& result, const Found& found)
       : k_(kernels()),
         geometry_(geometry),
         batch_(batch),
         scoring_(scoring),
         result_(result),
         heads_(geometry.group()),
-        queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads, !exact && any_index(batch),
-                 scoring.scale, signs) {
+        elsewhere_(found.rows),
+        queries_(k_, geometry, queries, type, batch.size() * geometry.num_heads,
+                 !exact && !elsewhere_ && any_index(batch), scoring.scale, found.signs) {
     plan(exact);
   }
 
@@ -85,15 +87,17 @@ class Call {
       group.sequence = g / geometry_.num_kv_heads;
       group.kv_head = static_cast<uint32_t>(g % geometry_.num_kv_heads);
       group.first_part = parts_.size();
+      size_t piece = 0;
       for (const Run& run : batch_[group.sequence]) {
         const bool drawn = run.index && !exact;
         const uint32_t rows = drawn ? run.index->tokens_at_once() : kExactRows;
         for (uint32_t first = 0; first < run.num_tokens; first += rows)
-          parts_.push_back({&run, first, std::min(rows, run.num_tokens - first), drawn});
+          parts_.push_back({&run, first, std::min(rows, run.num_tokens - first), drawn, piece});
+        if (drawn) piece += num_pieces(run.num_tokens);
       }
       group.end_part = parts_.size();
     }
-    plan_tasks(geometry_.scan && !exact);
+    plan_tasks(draws_by_codes() && !exact);
     const size_t num_states = parts_.size() * heads_, stride = (geometry_.dim() + 31) / 32 * 32;
     outs_.resize(num_states * stride);
     states_.resize(num_states);
@@ -170,15 +174,18 @@ class Call {
       group.whole_left.fetch_sub(1, std::memory_order_acq_rel);
       return;
     }
-    if (geometry_.scan) wait_until([&] { return group.ready.load(std::memory_order_acquire); });
+    if (draws_by_codes()) wait_until([&] { return group.ready.load(std::memory_order_acquire); });
     static thread_local std::vector<Drawn> drawn;
     drawn.resize(task.num_heads);
     const Stopwatch watch;
-    part.run->index->draw(
-        {queries_, query, task.num_heads, group.kv_head, part.run->rows(group.kv_head), part.first, part.count},
-        drawn.data());
+    if (!elsewhere_) {
+      part.run->index->draw(
+          {queries_, query, task.num_heads, group.kv_head, part.run->rows(group.kv_head), part.first, part.count},
+          drawn.data());
+    }
     const double drawing = watch.seconds();
     for (uint32_t h = 0; h < task.num_heads; ++h) {
+      if (elsewhere_) drawn[h] = elsewhere_->of(query + h, part.piece, part.first, part.count);
       choose(drawn[h], args);
       args.queries = queries_.view(query + h);
       k_.attend[geometry_.type](args, &states_[state + h]);
@@ -188,6 +195,8 @@ class Call {
     draw_ns_ += nanoseconds(drawing);
     drawn_ns_ += nanoseconds(watch.seconds() - drawing);
   }
+
+  bool draws_by_codes() const { return geometry_.scan && !elsewhere_; }
 
   static int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
 
@@ -222,6 +231,7 @@ class Call {
   const Scoring scoring_;
   const AttendResult& result_;
   const uint32_t heads_;  // of a group
+  const DrawnRows* elsewhere_;
   PreparedQueries queries_;
   std::vector<Part> parts_;
   std::vector<Task> tasks_;
@@ -235,8 +245,8 @@ class Call {
 }  // namespace
 
 Timing attend(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
-              Scoring scoring, bool exact, const AttendResult& result, const uint16_t* signs) {
-  return Call(geometry, batch, queries, type, scoring, exact, result, signs).run();
+              Scoring scoring, bool exact, const AttendResult& result, const Found& found) {
+  return Call(geometry, batch, queries, type, scoring, exact, result, found).run();
 }
 
 }  // namespace magicpig

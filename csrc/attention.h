@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "drawn_rows.h"
 #include "run.h"
 
 namespace magicpig {
@@ -27,12 +28,17 @@ struct Timing {
   double draw, drawn, exact;
 };
 
+// What another device has found for the queries; null: found here.
+struct Found {
+  const uint16_t* signs = nullptr;  // of their projections; see PreparedQueries
+  const DrawnRows* rows = nullptr;  // instead of drawing by codes
+};
+
 // batch: of each sequence, the runs it attends to.
 // queries: [batch, num_heads, head_dim] dense, of the given type. `exact`: read every row, whatever index there is.
-// signs: of the queries' projections, where another device has found them; see PreparedQueries.
 // std::invalid_argument when queries hold NaN, infinity or too large a norm.
 Timing attend(const Geometry& geometry, const std::vector<std::vector<Run>>& batch, const char* queries, RowType type,
-              Scoring scoring, bool exact, const AttendResult& result, const uint16_t* signs = nullptr);
+              Scoring scoring, bool exact, const AttendResult& result, const Found& found = {});
 
 // The rows that attend would read for each head of one sequence, in ascending order, and their log inclusion
 // probabilities.

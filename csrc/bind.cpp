@@ -112,10 +112,32 @@ std::vector<std::vector<Run>> runs_of_batch(const std::vector<const LayerKV*>& b
   return runs;
 }
 
+// Rows that were drawn elsewhere: ids, log_probability [batch, num_heads, room], starts, counts [batch, num_heads,
+// pieces].
+using DrawnArrays = std::tuple<In<uint16_t, 3>, In<float, 3>, In<int32_t, 3>, In<int32_t, 3>>;
+
+DrawnRows checked_rows(const DrawnArrays& arrays, const std::vector<std::vector<Run>>& runs, size_t heads) {
+  const auto& [ids, log_probability, starts, counts] = arrays;
+  const auto per_head = [&](const auto& array) { return array.shape(0) == runs.size() && array.shape(1) == heads; };
+  if (!per_head(ids) || !per_head(log_probability) || !per_head(starts) || !per_head(counts) ||
+      log_probability.shape(2) != ids.shape(2) || counts.shape(2) != starts.shape(2)) {
+    refuse(
+        "drawn must be ids and log_probability [batch, num_heads, room], starts and counts [batch, num_heads, pieces]");
+  }
+  for (const auto& sequence : runs) {
+    size_t pieces = 0;
+    for (const Run& run : sequence)
+      if (run.index) pieces += num_pieces(run.num_tokens);
+    if (pieces > starts.shape(2)) refuse("drawn has fewer pieces than the tokens that are drawn from");
+  }
+  return {ids.data(), log_probability.data(), starts.data(), counts.data(), ids.shape(2), starts.shape(2)};
+}
+
 std::tuple<double, double, double, std::vector<size_t>> attend_batch(
     const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap, bool exact,
     const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
-    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted, const std::optional<In<uint16_t, 2>>& signs) {
+    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted, const std::optional<In<uint16_t, 2>>& signs,
+    const std::optional<DrawnArrays>& drawn) {
   const Geometry& geometry = checked_batch(batch, scale, softcap);
   const size_t size = batch.size(), heads = geometry.num_heads;
   const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
@@ -126,14 +148,16 @@ std::tuple<double, double, double, std::vector<size_t>> attend_batch(
   if (signs && (!geometry.lsh || signs->shape(0) != geometry.lsh->num_groups || signs->shape(1) != size * heads)) {
     refuse("signs must have shape [projections / 16, batch * num_heads], for an index of hash tables");
   }
+  if (drawn && (!geometry.scan || exact)) refuse("drawn is for an index of codes, and not where all rows are read");
   const char* data = query_data(queries, size, geometry);
   const RowType type = type_of(queries, "queries");
   nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
   const std::vector<std::vector<Run>> runs = runs_of_batch(batch, snapshots);
+  const DrawnRows rows = drawn ? checked_rows(*drawn, runs, heads) : DrawnRows{};
   const Timing timing = attend(geometry, runs, data, type, {scale, softcap}, exact,
                                {out.data(), lse.data(), rows_read.data(), visited.data(), predicted.data()},
-                               signs ? signs->data() : nullptr);
+                               {signs ? signs->data() : nullptr, drawn ? &rows : nullptr});
   std::vector<size_t> tokens;
   for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
   return {timing.draw, timing.drawn, timing.exact, tokens};
@@ -291,8 +315,10 @@ NB_MODULE(_native, m) {
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
   m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
         "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(), "visited"_a.noconvert(),
-        "predicted"_a.noconvert(), "signs"_a.noconvert() = nb::none(),
-        "signs: of the queries' projections, where they are known already, sixteen to a number. Fills out, lse, "
+        "predicted"_a.noconvert(), "signs"_a.noconvert() = nb::none(), "drawn"_a = nb::none(),
+        "signs: of the queries' projections, where they are known already, sixteen to a number. drawn: ids in their "
+        "segments and log probabilities of rows that were drawn elsewhere, and "
+        "where each piece of 1,024 tokens has its own. Fills out, lse, "
         "rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; "
         "returns the thread-seconds of "
         "drawing, of attention over drawn rows and over rows "

@@ -27,7 +27,7 @@ namespace {
 constexpr size_t kMaxThreads = 1024;
 constexpr size_t kSlots = 16;  // calls the pool works on at once; more run on their caller's thread alone
 // How long an idle worker looks for the next call before it sleeps: as long as a model's own code takes between layers.
-constexpr double kSpinSeconds = 200e-6;
+constexpr double kSpinSeconds = 500e-6;
 
 struct Job {
   Job(size_t count, TaskRef task) : count(count), task(task) {}

@@ -240,7 +240,7 @@ def test_forks_of_one_prompt_in_both_halves():
 def test_recorded_steps_give_the_same_numbers(name, method):
     """Sequences of other lengths come and go; windows grow and become far."""
     prompts = [[i * k % 200 + 3 for i in range(90 * k)] for k in (1, 2, 3, 5)]
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (60, 25, 60, 40)]
+    lengths = 60, 25, 60, 40
     found = []
     for recorded in (False, True):
         here = loaded(name)
@@ -249,7 +249,13 @@ def test_recorded_steps_give_the_same_numbers(name, method):
         graphs = llm.engine.runner.graphs
         if not recorded:
             llm.engine.runner.graphs = []
-        found.append([g.completions[0].token_ids for g in llm.generate(prompts, params)])
+        requests = [
+            llm.engine.add(prompt, SamplingParams(max_tokens=n, ignore_eos=True))
+            for prompt, n in zip(prompts, lengths, strict=True)
+        ]
+        while llm.engine.has_work:
+            llm.engine.step()
+        found.append([request.sequences[0].token_ids for request in requests])
         assert any(each._kept for each in graphs) == recorded
     assert found[0] == found[1]
 

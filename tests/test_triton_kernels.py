@@ -11,6 +11,7 @@ from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
 from magicpig.kv.device_index import directions_of
 from magicpig.kv.tray import _packed_signs
+from magicpig.nn.twins import ACTIVATIONS
 
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
@@ -46,7 +47,9 @@ def test_a_step_over_windows(heads, lengths, span, softcap, dtype):
     there = on_device(queries, new_keys, new_values, keys, values)
     near = torch.empty_like(there[0], dtype=torch.float32), torch.empty(batch, num_heads).to(DEVICE)
     lengths_there = torch.tensor(lengths, dtype=torch.int32).to(DEVICE)
-    step(*there, lengths_there, 0.3, softcap, span, near)
+    addresses = [tensor.data_ptr() for tensor in (there[3], there[4], lengths_there)]
+    place = torch.tensor([*addresses, capacity], device=DEVICE)
+    step(*there[:3], place, 0.3, softcap, span, near)
     for i, length in enumerate(lengths):
         keys[i, :, length], values[i, :, length] = new_keys[i], new_values[i]
     assert torch.equal(there[3].cpu(), keys)
@@ -79,13 +82,17 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     directions = directions_of(lsh, dim, DEVICE)
     directions = directions if CUDA else directions.float()  # which the interpreter can multiply
     words = torch.full((10, batch * heads), 7, dtype=torch.int16, pin_memory=CUDA)
-    exchange_on_gpu.hash_signs(there, directions, words)
+    exchange_on_gpu.hash_signs(there, exchange_on_gpu.padded(directions), 150, words)
     near = [torch.randn(sizes).to(DEVICE), torch.randn(batch, heads).to(DEVICE)]
     far = torch.randn(sizes), torch.randn(batch, heads)
     far[1][0, 0] = -torch.inf
     if CUDA:
         far = far[0].pin_memory(), far[1].pin_memory()
-    out = exchange_on_gpu.answer(there, near, far).cpu()
+    lengths = torch.tensor([5] * batch, dtype=torch.int32).to(DEVICE)
+    place = torch.tensor([0, 0, lengths.data_ptr(), 0], device=DEVICE)
+    out = exchange_on_gpu.answer(there, near, far, place).cpu()
+    assert lengths.tolist() == [6] * batch
+    alone = exchange_on_gpu.answer(there, near, None).cpu()
     assert torch.equal(asked, torch.where(fine[..., None], queries, 0.0))
     expected = _packed_signs(torch.where(fine[..., None], queries, 0.0), directions.cpu())
     differing = (words[:, fine.flatten()] ^ expected[:, fine.flatten()]).int() & 0xFFFF
@@ -94,6 +101,7 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     wanted, _ = merge(*(part.cpu() for part in near), *far)
     torch.testing.assert_close(out[fine].float(), wanted[fine], atol=1e-2, rtol=1e-2)
     assert out[~fine].isnan().all()
+    torch.testing.assert_close(alone[fine].float(), near[0].cpu()[fine], atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -125,8 +133,10 @@ def test_a_step_over_whole_contexts(heads, lengths, softcap, dtype):
     num_heads, kv_heads, dim = heads
     queries = torch.randn(len(lengths), num_heads, dim).to(dtype)
     tensors = [torch.randn(1, kv_heads, n, dim).to(dtype) for n in lengths for _ in range(2)]
-    contexts = whole_on_gpu.Contexts(on_device(*tensors))
-    out, lse = whole_on_gpu.attend(*on_device(queries), contexts, 0.3, softcap)
+    there = on_device(*tensors)
+    rows = [(*(x.data_ptr() for x in there[2 * i : 2 * i + 2]), n) for i, n in enumerate(lengths)]
+    contexts = torch.tensor(rows, device=DEVICE)
+    out, lse = whole_on_gpu.attend(*on_device(queries), contexts, kv_heads, dtype, 0.3, softcap)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     for i in range(len(lengths)):
         keys, values = tensors[2 * i : 2 * i + 2]
@@ -138,3 +148,22 @@ def test_a_step_over_whole_contexts(heads, lengths, softcap, dtype):
         expected = attend_to_all(one, keys, values, Scoring(0.3, softcap), None)
         torch.testing.assert_close(out[i].cpu(), expected[0][0], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse[i].cpu(), expected[1][0], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 100)])
+def test_what_lies_between_products(shape, dtype):
+    from magicpig.nn import on_gpu
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    unit = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    for one_plus, scale in ((False, weight.float()), (True, 1 + weight.float())):
+        got = on_gpu.rms_norm(*on_device(x, weight), 1e-3, one_plus).cpu().float()
+        torch.testing.assert_close(got, unit * scale, atol=tolerance, rtol=tolerance)
+    both = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)
+    gate, up = both.float().chunk(2, -1)
+    for name, activation in ACTIVATIONS.items():
+        got = on_gpu.gate(*on_device(both), name).cpu().float()
+        torch.testing.assert_close(got, activation(gate) * up, atol=tolerance, rtol=tolerance)

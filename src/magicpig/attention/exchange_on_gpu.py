@@ -30,7 +30,7 @@ def _ask(queries, asked, DIM: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _signs(
-    queries, directions, signs, count, columns,
+    queries, directions, signs, count, columns, stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of sixteen queries and some columns: which projections are at least 0, sixteen to a word."""
@@ -42,11 +42,8 @@ def _signs(
         mask=(rows < count)[:, None] & (dims < DIM)[None, :],
         other=0.0,
     ).to(tl.bfloat16)  # as keys are hashed
-    p = tl.load(
-        directions + dims[:, None] * columns + at[None, :],
-        mask=(dims < DIM)[:, None] & (at < columns)[None, :],
-        other=0.0,
-    )
+    places = dims[:, None] * stride + at[None, :]
+    p = tl.load(directions + places, mask=(dims < DIM)[:, None], other=0.0)
     product = tl.dot(q.to(p.dtype), p, input_precision="ieee")
     found = (product >= 0) & (at < columns)[None, :]
     bits = found.to(tl.int32) << (at % 16)[None, :]
@@ -58,20 +55,28 @@ def _signs(
 
 
 @triton.jit
-def _answer(queries, near, near_lse, far, far_lse, out, DIM: tl.constexpr, WIDE: tl.constexpr):
+def _answer(
+    queries, near, near_lse, far, far_lse, out, place,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    HAS_FAR: tl.constexpr, ADVANCE: tl.constexpr,
+):  # fmt: skip
     """Of one query, both parts of its attention merged; NaN where it was not asked."""
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, WIDE)
     at, there = head * DIM + dims, dims < DIM
     query = tl.load(queries + at, mask=there, other=0.0).to(tl.float32)
-    a, b = tl.load(near_lse + head), tl.load(far_lse + head)
-    peak = tl.maximum(a, b)  # windows are never empty: finite
-    weight_a, weight_b = tl.exp(a - peak), tl.exp(b - peak)
-    x = tl.load(near + at, mask=there, other=0.0)
-    y = tl.load(far + at, mask=there, other=0.0)
-    merged = (x * weight_a + y * weight_b) / (weight_a + weight_b)
+    merged = tl.load(near + at, mask=there, other=0.0)
+    if HAS_FAR:
+        a, b = tl.load(near_lse + head), tl.load(far_lse + head)
+        peak = tl.maximum(a, b)  # windows are never empty: finite
+        weight_a, weight_b = tl.exp(a - peak), tl.exp(b - peak)
+        other = tl.load(far + at, mask=there, other=0.0)
+        merged = (merged * weight_a + other * weight_b) / (weight_a + weight_b)
     merged = tl.where(tl.sum(query * query, 0) <= MOST, merged, float("nan"))
     tl.store(out + at, merged.to(out.dtype.element_ty), mask=there)
+    if ADVANCE:
+        length = tl.load(place + 2).to(tl.pointer_type(tl.int32)) + head // HEADS
+        tl.store(length, tl.load(length) + 1, mask=head % HEADS == 0)
 
 
 def _wide(dim: int) -> int:
@@ -84,28 +89,56 @@ def ask(queries: Tensor, asked: Tensor) -> None:
     _ask[(queries.shape[0] * queries.shape[1],)](queries, asked, DIM=dim, WIDE=_wide(dim))
 
 
-def hash_signs(queries: Tensor, directions: Tensor, signs: Tensor) -> None:
+def padded(directions: Tensor) -> Tensor:
+    """For hash_signs: columns up to a multiple of those that it looks at together."""
+    return torch.nn.functional.pad(directions, (0, -directions.shape[1] % COLUMNS)).contiguous()
+
+
+def hash_signs(queries: Tensor, directions: Tensor, columns: int, signs: Tensor) -> None:
     """Signs of projections of queries [batch, heads, dim], as the native core wants them.
 
-    directions: [dim, columns], in values that bfloat16 holds.
+    directions: [dim, columns], padded, in values that bfloat16 holds.
     signs: int16 [columns / 16, batch * heads], in host memory.
     """
-    dim, columns = directions.shape
+    dim, stride = directions.shape
     count = queries.shape[0] * queries.shape[1]
     grid = triton.cdiv(count, 16), triton.cdiv(columns, COLUMNS)
     _signs[grid](
-        queries, directions, signs, count, columns, DIM=dim, WIDE=_wide(dim), COLUMNS=COLUMNS
+        queries,
+        directions,
+        signs,
+        count,
+        columns,
+        stride,
+        DIM=dim,
+        WIDE=_wide(dim),
+        COLUMNS=COLUMNS,
     )
 
 
 State = tuple[Tensor, Tensor]  # output [batch, heads, dim] and log-sum-exp [batch, heads], float32
 
 
-def answer(queries: Tensor, near: State, far: State) -> Tensor:
-    """Attention over windows and far contexts, [batch, heads, dim]; the far part in host memory,
-    and maybe of no keys."""
-    dim = queries.shape[2]
+def answer(
+    queries: Tensor, near: State, far: State | None, advanced: Tensor | None = None
+) -> Tensor:
+    """Attention over windows and far contexts, [batch, heads, dim].
+
+    far: in the device's memory or the host's, and maybe of no keys; None: there is none.
+    advanced: the place of windows, as Seats has it, whose lengths grow by the token of this step.
+    """
+    batch, heads, dim = queries.shape
     out = torch.empty_like(queries)
-    grid = (queries.shape[0] * queries.shape[1],)
-    _answer[grid](queries, *near, *far, out, DIM=dim, WIDE=_wide(dim))
+    _answer[(batch * heads,)](
+        queries,
+        *near,
+        *(far or near),
+        out,
+        near[1] if advanced is None else advanced,
+        HEADS=heads,
+        DIM=dim,
+        WIDE=_wide(dim),
+        HAS_FAR=far is not None,
+        ADVANCE=advanced is not None,
+    )
     return out

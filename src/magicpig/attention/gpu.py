@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 
@@ -13,6 +14,7 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
-def has_triton(tensor: Tensor) -> bool:
-    """Whether kernels in Triton can work on a tensor."""
-    return tensor.is_cuda and _installed()
+def has_triton(where: Tensor | torch.device) -> bool:
+    """Whether kernels in Triton can work on a tensor, or on a device."""
+    device = where.device if isinstance(where, Tensor) else where
+    return device.type == "cuda" and _installed()

@@ -42,18 +42,21 @@ class WholeMethod(NearAndFar):
             torch.empty(queries.shape[:2], device=queries.device),
         )
         seats.make_room()
-        windows = seats.keys, seats.values, seats.there
-        window_on_gpu.step(queries, keys, values, *windows, scale, softcap, None, near)
+        new = keys.to(seats.keys), values.to(seats.keys)
+        window_on_gpu.step(queries, *new, seats.place_there, scale, softcap, None, near)
         seats.advance()
         spend_on_step(layers)
         fars = [layer.far for layer in layers]
         if not any(far.num_tokens for far in fars):
             return near[0]
         spend_on_all(layers, [far.num_tokens for far in fars])
-        tensors = [self.there(x, queries.device) for far in fars for x in (far.keys, far.values)]
-        if seats.contexts is None or not seats.contexts.are(tensors):
-            seats.contexts = whole_on_gpu.Contexts(tensors)
-        far = whole_on_gpu.attend(queries, seats.contexts, scale, softcap)
+        there = [
+            FarTokens(self.there(far.keys, queries.device), self.there(far.values, queries.device))
+            for far in fars
+        ]
+        contexts = torch.tensor([far.place for far in there], device=queries.device)
+        shape = seats.keys.shape[1], seats.keys.dtype
+        far = whole_on_gpu.attend(queries, contexts, *shape, scale, softcap)
         return exchange_on_gpu.answer(queries.contiguous(), near, far)
 
     def attend_far(

@@ -6,7 +6,6 @@ Contexts of a batch need not be of one length, nor side by side: the kernel has 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -20,7 +19,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _part(
-    queries, addresses, lengths, outs, lses, part_tokens, scale, softcap,
+    queries, contexts, outs, lses, scale, softcap,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -28,7 +27,7 @@ def _part(
     row, kv_head = tl.program_id(0), tl.program_id(1)
     part, parts = tl.program_id(2), tl.num_programs(2)
     kv_heads = tl.num_programs(1)
-    length = tl.load(lengths + row)
+    length = tl.load(contexts + 3 * row + 2)
     dims, heads = tl.arange(0, WIDE), tl.arange(0, HEADS)
     there = dims < DIM
     head = row * kv_heads * GROUP + kv_head * GROUP + heads
@@ -37,9 +36,11 @@ def _part(
         mask=(heads < GROUP)[:, None] & there[None, :],
         other=0.0,
     )
-    base = kv_head.to(tl.int64) * length * DIM
-    keys = tl.load(addresses + 2 * row).to(tl.pointer_type(KEYS)) + base
-    values = tl.load(addresses + 2 * row + 1).to(tl.pointer_type(KEYS)) + base
+    base = kv_head * length * DIM
+    keys = tl.load(contexts + 3 * row).to(tl.pointer_type(KEYS))
+    values = tl.load(contexts + 3 * row + 1).to(tl.pointer_type(KEYS))
+    keys, values = tl.multiple_of(keys, 16) + base, tl.multiple_of(values, 16) + base
+    part_tokens = tl.cdiv(tl.cdiv(length, parts), BLOCK) * BLOCK
     first = part * part_tokens
     end = tl.minimum(length, first + part_tokens)
     highest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -47,7 +48,7 @@ def _part(
     sums = tl.zeros([HEADS, WIDE], tl.float32)
     for begin in range(first, end, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        place = at[:, None].to(tl.int64) * DIM + dims[None, :]
+        place = at[:, None] * DIM + dims[None, :]
         mask = (at < end)[:, None] & there[None, :]
         k = tl.load(keys + place, mask=mask, other=0.0)
         v = tl.load(values + place, mask=mask, other=0.0)
@@ -91,37 +92,26 @@ def _join(
     tl.store(lse + head, peak + tl.log(total))
 
 
-class Contexts:
-    """Far contexts of a batch, by their addresses."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """tensors: keys and values of each by turns, [1, kv_heads, tokens, dim], contiguous."""
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        self._tensors = list(tensors)
-        device, lengths = tensors[0].device, [keys.shape[2] for keys in tensors[::2]]
-        self.dtype, self.kv_heads = tensors[0].dtype, tensors[0].shape[1]
-        self.longest = max(lengths)
-        addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
-        self.addresses = addresses.to(device, non_blocking=True)
-        self.lengths = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
-
-    def are(self, tensors: Sequence[Tensor]) -> bool:
-        return all(mine is other for mine, other in zip(self._tensors, tensors, strict=True))
-
-
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def attend(
-    queries: Tensor, contexts: Contexts, scale: float, softcap: float | None
+    queries: Tensor,
+    contexts: Tensor,
+    kv_heads: int,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [batch, heads, dim] and log-sum-exp [batch, heads], in float32."""
+    """Output [batch, heads, dim] and log-sum-exp [batch, heads], in float32.
+
+    contexts: int64 [batch, 3], on the device: addresses of keys and of values, both [kv_heads,
+    tokens, dim] of the dtype, and the tokens.
+    """
     batch, heads, dim = queries.shape
-    kv_heads, dtype = contexts.kv_heads, contexts.dtype
     wide = max(16, triton.next_power_of_2(dim))
     block = min(64, max(16, AT_ONCE // (wide * dtype.itemsize)))
-    parts = max(1, min(128, PROGRAMS // (batch * kv_heads), triton.cdiv(contexts.longest, block)))
-    part_tokens = triton.cdiv(triton.cdiv(contexts.longest, parts), block) * block
+    parts = max(1, min(128, PROGRAMS // (batch * kv_heads)))
     outs = torch.empty(batch, heads, parts, dim, device=queries.device)
     lses = torch.empty(batch, heads, parts, device=queries.device)
     out = torch.empty(batch, heads, dim, device=queries.device)
@@ -129,11 +119,9 @@ def attend(
     group = heads // kv_heads
     _part[batch, kv_heads, parts](
         queries.to(dtype).contiguous(),
-        contexts.addresses,
-        contexts.lengths,
+        contexts,
         outs,
         lses,
-        part_tokens,
         scale,
         softcap or 1.0,
         GROUP=group,

@@ -14,18 +14,22 @@ from torch import Tensor
 
 AT_ONCE = 16384  # bytes of a window's keys, looked at together
 LOG2_E = tl.constexpr(math.log2(math.e))
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
 def _step(
-    queries, new_keys, new_values, keys, values, lengths, out, lse, capacity, scale, softcap, span,
+    queries, new_keys, new_values, place, out, lse, scale, softcap, span,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One KV head of one sequence: its window gets a token, its query heads look at all of it."""
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     kv_heads = tl.num_programs(1)
-    length = tl.load(lengths + row)
+    keys = tl.multiple_of(tl.load(place).to(tl.pointer_type(KEYS)), 16)
+    values = tl.multiple_of(tl.load(place + 1).to(tl.pointer_type(KEYS)), 16)
+    length = tl.load(tl.load(place + 2).to(tl.pointer_type(tl.int32)) + row)
+    capacity = tl.multiple_of(tl.load(place + 3), 16)
     dims = tl.arange(0, WIDE)
     own = (row * kv_heads + kv_head) * DIM + dims
     there = dims < DIM
@@ -50,10 +54,10 @@ def _step(
     for begin in range(first // BLOCK * BLOCK, length, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         seen = (at < length) & (at >= first)
-        place = base + at[:, None] * DIM + dims[None, :]
+        rows = base + at[:, None] * DIM + dims[None, :]
         mask = seen[:, None] & there[None, :]
-        k = tl.load(keys + place, mask=mask, other=0.0)
-        v = tl.load(values + place, mask=mask, other=0.0)
+        k = tl.load(keys + rows, mask=mask, other=0.0)
+        v = tl.load(values + rows, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap))) * softcap
@@ -77,9 +81,7 @@ def step(
     queries: Tensor,
     new_keys: Tensor,
     new_values: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
+    place: Tensor,
     scale: float,
     softcap: float | None,
     span: int | None,
@@ -87,25 +89,22 @@ def step(
 ) -> None:
     """Fills near: output [batch, heads, dim] and log-sum-exp [batch, heads], float32.
 
-    queries: [batch, heads, dim]. new_keys, new_values: [batch, kv_heads, dim], written behind the
-    tokens that there are. keys, values: [batch, kv_heads, capacity, dim]. lengths: int32 [batch],
-    of the windows without the new token. span: of the newest tokens, how many are seen.
+    queries: [batch, heads, dim]. new_keys, new_values: [batch, kv_heads, dim], in the windows'
+    dtype, written behind the tokens that there are. place: of the windows, as Seats has it.
+    span: of the newest tokens, how many are seen.
     """
     batch, heads, dim = queries.shape
-    kv_heads, capacity = keys.shape[1:3]
+    kv_heads, keys_dtype = new_keys.shape[1], new_keys.dtype
     group = heads // kv_heads
-    wide = torch.float32 in (queries.dtype, keys.dtype)
-    dtype = torch.float32 if wide else keys.dtype
+    wide = torch.float32 in (queries.dtype, keys_dtype)
+    dtype = torch.float32 if wide else keys_dtype
     wide_dim = max(16, triton.next_power_of_2(dim))
     _step[batch, kv_heads](
         queries.to(dtype).contiguous(),
-        new_keys.to(keys.dtype).contiguous(),
-        new_values.to(keys.dtype).contiguous(),
-        keys,
-        values,
-        lengths,
+        new_keys.contiguous(),
+        new_values.contiguous(),
+        place,
         *near,
-        capacity,
         scale,
         softcap or 1.0,
         span or 2**30,
@@ -116,4 +115,5 @@ def step(
         BLOCK=min(64, max(16, AT_ONCE // (wide_dim * dtype.itemsize))),
         HAS_SOFTCAP=softcap is not None,
         PRECISION="ieee" if wide else "tf32",
+        KEYS=TYPES[keys_dtype],
     )

@@ -1,8 +1,8 @@
-"""Graphs: decode steps as CUDA graphs, one for each stretch of the model between attention calls.
+"""Graphs: decode steps as CUDA graphs, which end and begin where the CPU has its say.
 
 Launched one by one, the kernels of a step cost the CPU more time than the GPU. A graph launches a
-stretch at once. Attention stays outside: it is over other tensors in every step, and in part on
-the CPU. Whatever lies between two calls of it, of any model, is recorded as it runs.
+stretch at once. Whatever lies between two calls of attention, of any model, is recorded as it runs;
+recorded.py has the attention.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,36 +21,14 @@ from magicpig import trace
 from magicpig.hf.cache import TaggedLayer, begin_pass
 from magicpig.kv.base import SequenceLayer
 from magicpig.kv.hybrid_layer import HybridLayer
-from magicpig.kv.sequence import SequenceKV, step
+from magicpig.kv.sequence import SequenceKV
 from magicpig.kv.tray import Tray
+
+if TYPE_CHECKING:
+    from magicpig.engine.recorded import Attention
 
 MOST_KEPT = 8  # sizes of batches with graphs
 FIRST_STEPS = 1  # of a batch's size that are not recorded: most sizes are not seen again
-
-
-@dataclass
-class Call:
-    """One call of attention in a step, and the tensors that it is over in every step.
-
-    tray: of layers whose queries go to the CPU.
-    out: where the next graph expects the result, of other layers.
-    """
-
-    layer: int
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    scale: float
-    softcap: float | None
-    tray: Tray | None = None
-    out: Tensor | None = None
-
-    def attend(self, rows: list[Any]) -> None:
-        tensors = self.queries, self.keys, self.values
-        if self.tray is not None:
-            HybridLayer.exchange(rows, self.tray, *tensors, self.scale, self.softcap)
-        elif self.out is not None:
-            self.out.copy_(step(rows, *tensors, self.scale, self.softcap))
 
 
 class StepGraphs:
@@ -60,15 +37,23 @@ class StepGraphs:
     def __init__(
         self, model: PreTrainedModel, kvs: Sequence[SequenceKV], stream: torch.cuda.Stream
     ) -> None:
-        device, batch = model.device, len(kvs)
-        self.calls: list[Call] = []
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        from magicpig.engine.recorded import attention_of  # which needs Triton
+
+        device, self.batch = model.device, len(kvs)
+        self._stretches: list[tuple[torch.cuda.CUDAGraph, Attention | None]] = []
+        self._recording: torch.cuda.CUDAGraph | None = None
         self._trays: dict[object, Tray] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._sent = torch.zeros(2, batch, 1, dtype=torch.int64, pin_memory=True)
-        self._ids = torch.zeros(2, batch, 1, dtype=torch.int64, device=device)  # and positions
+        self._sent = torch.zeros(2, self.batch, 1, dtype=torch.int64, pin_memory=True)
+        self._ids = torch.zeros(2, self.batch, 1, dtype=torch.int64, device=device)
+        lines = len(kvs[0].layers), 4 + 3 * self.batch
+        self._host_table = torch.zeros(lines, dtype=torch.int64, pin_memory=True)
+        self._table = torch.zeros(lines, dtype=torch.int64, device=device)
+        self.has_news = False  # in the host's table
+        self.attentions = [attention_of(self, i, like) for i, like in enumerate(kvs[0].layers)]
         layers: list[Any] = [
-            _RecordedLayer(self, i, layer) for i, layer in enumerate(kvs[0].layers)
+            _RecordedLayer(attention, like)
+            for attention, like in zip(self.attentions, kvs[0].layers, strict=True)
         ]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -83,53 +68,71 @@ class StepGraphs:
                     logits_to_keep=1,
                 )
                 self._logits: Tensor = out.logits[:, -1].contiguous()
-            finally:
-                self._graphs[-1].capture_end()
+            except BaseException:
+                self._end()
+                raise
+            self._stretches.append((self._end(), None))
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
-        self._graphs.append(graph)
+        self._recording = graph
 
-    def cut(self, call: Call, like: SequenceLayer) -> Tensor:
-        """Ends a graph at a call of attention and begins the next with its result."""
-        if isinstance(like, HybridLayer) and not like.span:
-            call.tray = self._tray_for(like)
-            call.tray.ask(call.queries)
-        self.calls.append(call)
-        self._graphs[-1].capture_end()
+    def _end(self) -> torch.cuda.CUDAGraph:
+        graph, self._recording = self._recording, None
+        assert graph
+        graph.capture_end()
+        return graph
+
+    def cut(self, attention: Attention | None) -> torch.cuda.CUDAGraph:
+        """Ends a graph and begins the next. attention: whose turn is in between; None: the graph is
+        the caller's, who runs it."""
+        graph = self._end()
         self._begin()
-        if call.tray is not None:
-            return call.tray.answer(call.queries)
-        call.out = torch.empty_like(call.queries)
-        return call.out
+        if attention is not None:
+            self._stretches.append((graph, attention))
+        return graph
 
-    def _tray_for(self, like: HybridLayer) -> Tray:
+    def line(self, number: int) -> tuple[Tensor, Any]:
+        """A layer's line of the table: on the device, and the host's as an array."""
+        return self._table[number], self._host_table[number].numpy()
+
+    def tray_for(self, like: HybridLayer) -> Tray:
+        """Layers of a kind share one."""
         if like.kind not in self._trays:
-            self._trays[like.kind] = Tray(len(self._ids[0]), like.shape, like.far.index)
+            self._trays[like.kind] = Tray(self.batch, like.shape, like.far.index)
         return self._trays[like.kind]
 
     def run(self, kvs: Sequence[SequenceKV], token_ids: Sequence[int]) -> Tensor:
         """Logits [batch, vocab]."""
-        for i, (kv, token) in enumerate(zip(kvs, token_ids, strict=True)):
-            self._sent[0, i, 0], self._sent[1, i, 0] = token, kv.num_tokens
+        columns = list(zip(*(kv.layers for kv in kvs), strict=True))
+        for attention, layers in zip(self.attentions, columns, strict=True):
+            attention.prepare(layers)
+        if self.has_news:
+            self._table.copy_(self._host_table, non_blocking=True)
+            self.has_news = False
+        self._sent[0, :, 0] = torch.tensor(token_ids)
+        self._sent[1, :, 0] = torch.tensor([kv.num_tokens for kv in kvs])
         self._ids.copy_(self._sent, non_blocking=True)
-        for graph, call in zip(self._graphs, self.calls, strict=False):
+        done = None
+        for graph, following in self._stretches:
             with trace.device_span("model"):
                 graph.replay()
-            call.attend([kv.layers[call.layer] for kv in kvs])
-        with trace.device_span("model"):
-            self._graphs[-1].replay()
+            if done:
+                done()
+            done = following.between(columns[following.number]) if following else None
+        for attention, layers in zip(self.attentions, columns, strict=True):
+            attention.finish(layers)
         return self._logits.clone()
 
 
 class _RecordedLayer(TaggedLayer):
     """Stands for a layer of a batch while a step is recorded."""
 
-    def __init__(self, graphs: StepGraphs, number: int, like: SequenceLayer) -> None:
+    def __init__(self, attention: Attention, like: SequenceLayer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graphs, self.number, self.like = graphs, number, like
+        self.attention, self.like = attention, like
         self.is_sliding = like.span is not None
 
     def update(
@@ -147,8 +150,7 @@ class _RecordedLayer(TaggedLayer):
         softcap: float | None = None,
     ) -> Tensor:
         query, key, value = (x.squeeze(2).contiguous() for x in (queries, keys, values))
-        call = Call(self.number, query, key, value, scale, softcap)
-        return self.graphs.cut(call, self.like).unsqueeze(1)
+        return self.attention.record(query, key, value, scale, softcap).unsqueeze(1)
 
     def get_seq_length(self) -> int:
         return self.like.num_tokens
@@ -173,7 +175,7 @@ class Graphs:
     @torch.inference_mode()
     def prepared(self, kvs: Sequence[SequenceKV]) -> StepGraphs | None:
         """The graphs for such a batch, recorded now if it is time; None: do without."""
-        kinds = tuple(layer.kind for layer in kvs[0].layers if isinstance(layer, SequenceLayer))
+        kinds = _kinds(kvs[0])
         if not self._possible or any(_kinds(kv) != kinds for kv in kvs):
             return None
         key = len(kvs), kinds
@@ -200,4 +202,4 @@ class Graphs:
 
 
 def _kinds(kv: SequenceKV) -> tuple[object, ...]:
-    return tuple(layer.kind for layer in kv.layers if isinstance(layer, SequenceLayer))
+    return tuple(layer.kind for layer in kv.layers)

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 
 from magicpig import trace
 from magicpig.attention.exact import torch_has_tiles
+from magicpig.attention.gpu import has_triton
 from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
 from magicpig.engine.graphs import Graphs
@@ -156,7 +157,7 @@ class Runner:
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
         self.graphs: list[Graphs] = []  # of each half
-        if self.device.type == "cuda" and self.batches:
+        if has_triton(self.device) and self.batches:
             self.graphs = [Graphs(model), Graphs(model)]
 
     @contextmanager

@@ -52,6 +52,11 @@ class FarTokens:
         """Of the longest."""
         return self.keys.shape[2]
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Of one sequence, for kernels: addresses of keys and of values, and the tokens."""
+        return self.keys.data_ptr(), self.values.data_ptr(), self.num_tokens
+
     @cached_property
     def hidden(self) -> Tensor | None:
         """bool [batch, 1, tokens], True at padding; None where there is none."""

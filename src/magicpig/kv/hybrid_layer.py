@@ -7,8 +7,7 @@ results come back.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ from magicpig.config import IndexConfig, LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.device_window import DeviceWindow
 from magicpig.kv.native_layer import NativeLayer
-from magicpig.kv.seats import Seats, together
+from magicpig.kv.seats import together
 from magicpig.kv.tray import Tray, tray_for
-
-_turn = threading.Lock()  # two halves of a batch do not share the cores, they take turns
 
 
 class HybridLayer(NativeLayer):
@@ -50,35 +47,20 @@ class HybridLayer(NativeLayer):
         softcap: float | None,
     ) -> Tensor:
         with torch.inference_mode():
-            first = layers[0]
+            first, queries = layers[0], queries.contiguous()
             tray = tray_for(len(layers), first.shape, first.far.index)
-            queries = queries.contiguous()
-            if first.span:
-                _attend_near(layers, tray, queries, keys, values, Scoring(scale, softcap))
-                out = tray.near[0]
-            else:
+            if not first.span:
                 tray.ask(queries)
-                cls.exchange(layers, tray, queries, keys, values, scale, softcap)
+                tray.sent()
+            _attend_near(layers, tray, queries, keys, values, Scoring(scale, softcap))
+            if first.span:
+                out = tray.near[0]
+                count_windows(layers)
+            else:
+                tray.wait()
+                attend_far(layers, tray, scale, softcap)()
                 out = tray.answer(queries)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
-
-    @classmethod
-    def exchange(
-        cls,
-        layers: Sequence[HybridLayer],
-        tray: Tray,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> None:
-        """What a step does between asking and the answer: near and far attention."""
-        tray.sent()
-        _attend_near(layers, tray, queries, keys, values, Scoring(scale, softcap))
-        with trace.span("wait for queries"):
-            tray.wait()
-        _attend_far(layers, tray, scale, softcap)
 
 
 def _attend_near(
@@ -91,55 +73,34 @@ def _attend_near(
 ) -> None:
     """A token more in each window, and attention to them, or to the newest `span` of each."""
     seats, span = together([layer.window for layer in layers]), layers[0].span
+    new = keys.to(seats.keys), values.to(seats.keys)
     with trace.device_span("window", batch=len(layers)):
         if has_triton(queries):
             from magicpig.attention import window_on_gpu
 
             seats.make_room()
-            window_on_gpu.step(
-                queries,
-                keys,
-                values,
-                seats.keys,
-                seats.values,
-                seats.there,
-                scoring.scale,
-                scoring.softcap,
-                span,
-                tray.near,
-            )
+            place, scale, softcap = seats.place_there, scoring.scale, scoring.softcap
+            window_on_gpu.step(queries, *new, place, scale, softcap, span, tray.near)
             seats.advance()
-        else:
-            _attend_near_in_torch(seats, span, tray, queries, keys, values, scoring)
-    if span:
-        for layer in layers:
-            layer.window.count(0, 0, 0)
+            return
+        seats.append(*new)
+        all_keys, all_values, hidden = seats.tokens
+        if span and max(seats.lengths) > span:
+            old = torch.arange(all_keys.shape[2], device=keys.device) < seats.there[:, None] - span
+            hidden = old[:, None] if hidden is None else hidden | old[:, None]
+        found = attend_to_all(queries.float(), all_keys, all_values, scoring, hidden)
+        for mine, part in zip(tray.near, found, strict=True):
+            mine.copy_(part)
 
 
-def _attend_near_in_torch(
-    seats: Seats,
-    span: int | None,
-    tray: Tray,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scoring: Scoring,
-) -> None:
-    seats.append(keys.to(seats.keys), values.to(seats.keys))
-    all_keys, all_values, hidden = seats.tokens
-    if span and max(seats.lengths) > span:
-        old = torch.arange(all_keys.shape[2], device=keys.device) < seats.there[:, None] - span
-        hidden = old[:, None] if hidden is None else hidden | old[:, None]
-    found = attend_to_all(queries.float(), all_keys, all_values, scoring, hidden)
-    for mine, part in zip(tray.near, found, strict=True):
-        mine.copy_(part)
-
-
-def _attend_far(
+def attend_far(
     layers: Sequence[HybridLayer], tray: Tray, scale: float, softcap: float | None
-) -> None:
-    """Output and log-sum-exp over the far contexts, of what was asked."""
-    with _turn, trace.span("far context", batch=len(layers)):
+) -> Callable[[], None]:
+    """Attention over the far contexts, of what was asked: fills the tray.
+
+    What is returned has yet to be called, when there is time: it counts what was done.
+    """
+    with trace.span("far context", batch=len(layers)):
         draw, drawn, whole, tokens = _native.attend(
             [layer.far._native for layer in layers],
             tray.asked,
@@ -153,10 +114,21 @@ def _attend_far(
             tray.predicted,
             tray.signs,
         )
-    layers[0].window.spend((draw, drawn, whole))
-    rows, visited = tray.rows.sum(1).tolist(), tray.visited.sum(1).tolist()
-    for layer, *count in zip(layers, rows, visited, tokens, strict=True):
-        layer.window.count(*count)
+    rows, visited = tray.rows.copy(), tray.visited.copy()
+
+    def count() -> None:
+        layers[0].window.spend((draw, drawn, whole))
+        counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
+        for layer, *own in counts:
+            layer.window.count(*own)
+
+    return count
+
+
+def count_windows(layers: Sequence[HybridLayer]) -> None:
+    """A step that read nothing but windows."""
+    for layer in layers:
+        layer.window.count(0, 0, 0)
 
 
 def new_layer(

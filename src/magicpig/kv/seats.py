@@ -7,15 +7,11 @@ moves, with its window, to new seats.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from magicpig.kv.far_tokens import FarTokens
-
-if TYPE_CHECKING:
-    from magicpig.attention.whole_on_gpu import Contexts
 
 ROOM = 64  # tokens that a window may grow by before it moves
 
@@ -27,7 +23,6 @@ class Seats:
     far: their far contexts as they stepped last.
     drawn: int64 [batch], rows that were counted on the device.
     sums: what a method adds up for its sequences while they sit here, [batch, ...] each.
-    contexts: where their far contexts are, for kernels on a GPU.
     """
 
     def __init__(self, windows: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -36,7 +31,6 @@ class Seats:
         self._there: Tensor | None = None
         self.far: FarTokens | None = None
         self.sums: tuple[Tensor, Tensor] | None = None
-        self.contexts: Contexts | None = None
         first = windows[0][0]
         shape = len(windows), first.shape[0], _capacity(max(self.lengths) + ROOM), first.shape[2]
         self.keys, self.values = first.new_zeros(shape), first.new_zeros(shape)
@@ -54,6 +48,21 @@ class Seats:
         if self._there is None:
             self._there = torch.tensor(self.lengths, dtype=torch.int32, device=self.keys.device)
         return self._there
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """For kernels: addresses of keys, values and `there`, and the capacity."""
+        return (
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+            self.there.data_ptr(),
+            self.keys.shape[2],
+        )
+
+    @property
+    def place_there(self) -> Tensor:
+        """The same on the device, int64 [4]."""
+        return torch.tensor(self.place, device=self.keys.device)
 
     def make_room(self) -> None:
         """For one token more."""
@@ -78,10 +87,10 @@ class Seats:
             self.keys[rows, :, self.there], self.values[rows, :, self.there] = keys, values
         self.advance()
 
-    def advance(self) -> None:
-        """A token of each was written."""
+    def advance(self, there: bool = False) -> None:
+        """A token of each was written. there: the device has counted it itself."""
         self.lengths = [length + 1 for length in self.lengths]
-        if self._there is not None:
+        if self._there is not None and not there:
             self._there += 1
 
     def drop(self, i: int, first: int, count: int) -> None:

@@ -63,8 +63,12 @@ class TensorLayer(SequenceLayer, Sitter):
             method = layers[0].method
             out = method.step(layers, seats, queries, keys, values, scale, softcap)
             for layer in layers:
-                layer._near_rows += layer.shape.num_heads * seats.lengths[layer.seat]
+                layer.see_window()
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
+
+    def see_window(self) -> None:
+        """A step has read it."""
+        self._near_rows += self.shape.num_heads * self.seats.lengths[self.seat]
 
     @torch.inference_mode()
     def leave(self) -> None:

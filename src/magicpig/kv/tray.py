@@ -46,7 +46,12 @@ class Tray:
         self.signs: Any = None
         if isinstance(index, LSHConfig):
             self._directions = directions_of(index, dim, device)
-            words = -(-self._directions.shape[1] // 16)
+            self._columns = self._directions.shape[1]
+            if has_triton(device):
+                from magicpig.attention import exchange_on_gpu
+
+                self._directions = exchange_on_gpu.padded(self._directions)
+            words = -(-self._columns // 16)
             self._signs = torch.empty(words, batch * heads, dtype=torch.int16, pin_memory=pinned)
             self.signs = self._signs.numpy().view(np.uint16)
         self.out: Any = self.far[0].numpy()
@@ -64,7 +69,7 @@ class Tray:
 
             exchange_on_gpu.ask(queries, self.asked)
             if self._signs is not None and self._directions is not None:
-                exchange_on_gpu.hash_signs(queries, self._directions, self._signs)
+                exchange_on_gpu.hash_signs(queries, self._directions, self._columns, self._signs)
             return
         fine = _are_fine(queries)
         self.asked.copy_(torch.where(fine, queries, 0.0), non_blocking=True)
@@ -80,12 +85,15 @@ class Tray:
         if self._arrival is not None:
             self._arrival.synchronize()
 
-    def answer(self, queries: Tensor) -> Tensor:
-        """Both parts merged, in the queries' dtype; NaN for those that were not fine."""
+    def answer(self, queries: Tensor, advanced: Tensor | None = None) -> Tensor:
+        """Both parts merged, in the queries' dtype; NaN for those that were not fine.
+
+        advanced: where windows are that grew by a token; see exchange_on_gpu.answer.
+        """
         if has_triton(queries):
             from magicpig.attention import exchange_on_gpu
 
-            return exchange_on_gpu.answer(queries, self.near, self.far)
+            return exchange_on_gpu.answer(queries, self.near, self.far, advanced)
         out, lse = (part.to(queries.device, non_blocking=True) for part in self.far)
         merged, _ = merge(*self.near, out, lse)
         return torch.where(_are_fine(queries), merged, torch.nan).to(queries.dtype)

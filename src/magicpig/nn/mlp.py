@@ -1,8 +1,10 @@
-"""GatedMLP: down(activation(gate(x)) * up(x)) in one native call."""
+"""GatedMLP: down(activation(gate(x)) * up(x)) in one native call; FusedMLP: the same on a GPU."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from magicpig import _native
 from magicpig.nn.linear import weight_and_bias, without_graph
@@ -39,3 +41,29 @@ class GatedMLP(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.in_features}, {self.hidden_features}, {self.out_features}"
         return f"{sizes}, activation={self.activation}"
+
+
+class FusedMLP(nn.Module):
+    """On a GPU: gate and up are one product, activation and product one kernel."""
+
+    def __init__(
+        self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.both = nn.Parameter(torch.cat([gate.weight, up.weight]), requires_grad=False)
+        biases = [layer.bias for layer in (gate, up)]
+        self.bias = None
+        if any(bias is not None for bias in biases):
+            zeros = self.both.new_zeros(gate.out_features)
+            whole = torch.cat([zeros if bias is None else bias for bias in biases])
+            self.bias = nn.Parameter(whole, requires_grad=False)
+        self.down = down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., out_features] of x [..., in_features]."""
+        from magicpig.nn import on_gpu
+
+        both = linear(without_graph(x), self.both, self.bias)
+        out: Tensor = self.down(on_gpu.gate(both, self.activation))
+        return out

@@ -1,4 +1,4 @@
-"""RMSNorm: one native call instead of half a dozen torch operations."""
+"""RMSNorm: one native call, or one kernel on a GPU, instead of half a dozen torch operations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from magicpig.nn.linear import without_graph
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps), computed in float32.
 
-    Rounded to bfloat16, then times `weight`, as Llama has it; or, with `one_plus_weight`, times
-    1 + weight before it is rounded, as Gemma does.
+    Rounded to the dtype of x, then times `weight`, as Llama has it; or, with `one_plus_weight`,
+    times 1 + weight before it is rounded, as Gemma does.
     """
 
     def __init__(self, weight: Tensor, eps: float, one_plus_weight: bool = False) -> None:
@@ -25,6 +25,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of the shape of x [..., dim]."""
         x = without_graph(x)
+        if x.is_cuda:
+            from magicpig.nn import on_gpu
+
+            return on_gpu.rms_norm(x, self.weight, self.eps, self.one_plus_weight)
         out = torch.empty_like(x)
         _native.rms_norm(x, self.weight, self.eps, self.one_plus_weight, out)
         return out

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from magicpig.attention.gpu import has_triton
 from magicpig.nn.embedding import PackedEmbedding
 from magicpig.nn.linear import PackedLinear
-from magicpig.nn.mlp import GatedMLP
+from magicpig.nn.mlp import FusedMLP, GatedMLP
 from magicpig.nn.norm import RMSNorm
 
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -45,18 +46,30 @@ def packable(tensor: object) -> TypeGuard[Tensor]:
     )
 
 
-def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
+def fusable(tensor: object) -> TypeGuard[Tensor]:
+    """Whether kernels of ours can replace torch's on a GPU; in float32 they would round less."""
     return (
-        type(module) is nn.Linear
-        and untouched(module)
-        and packable(module.weight)
-        and (module.bias is None or packable(module.bias))
+        isinstance(tensor, Tensor)
+        and tensor.dtype in (torch.bfloat16, torch.float16)
+        and has_triton(tensor)
+        and tensor.numel() > 0
     )
 
 
-def _random(rows: int, columns: int) -> Tensor:
+def is_plain_linear(
+    module: object, fits: Callable[[object], bool] = packable
+) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear
+        and untouched(module)
+        and fits(module.weight)
+        and (module.bias is None or fits(module.bias))
+    )
+
+
+def _random(rows: int, columns: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)  # leaves torch's own generator as it is
-    return torch.randn(rows, columns, generator=generator).bfloat16()
+    return torch.randn(rows, columns, generator=generator).to(like)
 
 
 def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
@@ -65,7 +78,7 @@ def _outcome(module: nn.Module, x: Tensor) -> Tensor | None:
         out = module(x)
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return None
-    return out if isinstance(out, Tensor) and out.dtype == torch.bfloat16 else None
+    return out if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def linear_twin(module: nn.Module) -> PackedLinear | None:
@@ -77,13 +90,14 @@ def norm_twin(module: nn.Module) -> RMSNorm | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     state = [*module.parameters(), *module.buffers()]
-    if not packable(weight) or weight.dim() != 1 or not isinstance(eps, float):
+    if not (packable(weight) or fusable(weight)) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if len(state) != 1 or isinstance(module, RMSNorm) or not untouched(module):
         return None
     # Rows so small that epsilon counts, and rows so large that it does not.
     scales = torch.tensor([[0.01], [0.1], [1.0], [30.0]]).sqrt() * eps**0.5
-    x = torch.cat([_random(4, len(weight)) * scales, _random(4, len(weight))]).bfloat16()
+    x = torch.cat([_random(4, len(weight), scales) * scales, _random(4, len(weight), scales)])
+    x = x.to(weight)
     truth = _outcome(module, x)
     if truth is None or truth.shape != x.shape:
         return None
@@ -112,10 +126,13 @@ def activation_of(function: object) -> str | None:
     return None
 
 
-def mlp_twin(module: nn.Module) -> GatedMLP | None:
+def mlp_twin(module: nn.Module) -> GatedMLP | FusedMLP | None:
     """For modules of gate_proj, up_proj, down_proj and act_fn, and nothing else."""
     gate, up, down = (getattr(module, name, None) for name in MLP_LAYERS)
-    if not (is_plain_linear(gate) and is_plain_linear(up) and is_plain_linear(down)):
+    fits = fusable if fusable(getattr(gate, "weight", None)) else packable
+    if not (
+        is_plain_linear(gate, fits) and is_plain_linear(up, fits) and is_plain_linear(down, fits)
+    ):
         return None
     activation = activation_of(getattr(module, "act_fn", None))
     extra = {name for name, _ in module.named_children()} - {*MLP_LAYERS, "act_fn"}
@@ -124,11 +141,12 @@ def mlp_twin(module: nn.Module) -> GatedMLP | None:
         return None
     if gate.weight.shape != up.weight.shape or down.in_features != gate.out_features:
         return None
-    x = _random(4, gate.in_features)
+    x = _random(4, gate.in_features, gate.weight)
     truth = _outcome(module, x)
     if truth is None:
         return None
-    twin = GatedMLP(gate, up, down, activation)
+    kind = FusedMLP if fits is fusable else GatedMLP
+    twin = kind(gate, up, down, activation)
     out = twin(x)
     if out.shape != truth.shape:
         return None
