@@ -109,127 +109,204 @@ def _weigh(
 
 @triton.jit
 def _sample(
-    addresses, segments, chunks, queries, codes, lines, logs, room, scale,
+    segments, chunks, number, queries, codes, lines, logs, room, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     CODED: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Weighs some keys of a segment: blocks that lie evenly over it."""
-    chunk, kv_head = tl.program_id(0), tl.program_id(1)
-    segment = tl.load(chunks + 18 * chunk)
-    place = tl.load(chunks + 18 * chunk + 1)
-    row = tl.load(segments + 3 * segment)
-    tokens = tl.load(segments + 3 * segment + 1)
-    lanes = tl.arange(0, CHUNK)
-    block = tl.load(chunks + 18 * chunk + 2 + lanes // 16)
-    keys = block * 16 + lanes % 16
-    mask = (block >= 0) & (keys < tokens)
-    found = _weigh(
-        tl.load(addresses + segment), keys, mask, queries, row, kv_head, tokens, codes, lines,
-        scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, CHUNK, FAST,
-    )  # fmt: skip
-    heads = tl.arange(0, HEADS)
-    head = (row * tl.num_programs(1) + kv_head) * GROUP + heads
-    to = logs + head[:, None] * room + place * CHUNK + lanes[None, :]
-    found = tl.where(mask[None, :], found, -float("inf"))
-    tl.store(to, found, mask=(heads < GROUP)[:, None])
+    """Weighs some keys of segments: blocks that lie evenly over a sequence."""
+    kv_head = tl.program_id(1)
+    heads, lanes = tl.arange(0, HEADS), tl.arange(0, CHUNK)
+    for chunk in range(tl.program_id(0), tl.load(number).to(tl.int32), tl.num_programs(0)):
+        segment = tl.load(chunks + 18 * chunk)
+        place = tl.load(chunks + 18 * chunk + 1)
+        row = tl.load(segments + 4 * segment + 1)
+        tokens = tl.load(segments + 4 * segment + 2)
+        block = tl.load(chunks + 18 * chunk + 2 + lanes // 16)
+        keys = block * 16 + lanes % 16
+        mask = (block >= 0) & (keys < tokens)
+        found = _weigh(
+            tl.load(segments + 4 * segment), keys, mask, queries, row, kv_head, tokens, codes,
+            lines, scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, CHUNK, FAST,
+        )  # fmt: skip
+        head = (row * tl.num_programs(1) + kv_head) * GROUP + heads
+        to = logs + head[:, None] * room + place * CHUNK + lanes[None, :]
+        found = tl.where(mask[None, :], found, -float("inf"))
+        tl.store(to, found, mask=(heads < GROUP)[:, None])
 
 
 @triton.jit
-def _threshold(logs, sizes, thresholds, totals, room, heads, ROOM: tl.constexpr):
-    """Of one head: so that probabilities add up to the rows that it may read."""
+def _threshold(logs, sizes, thresholds, totals, heads, ROOM: tl.constexpr):
+    """Of one head: such that probabilities add up to the rows that it may read."""
     head = tl.program_id(0)
-    row = head // heads
-    chunks = tl.load(sizes + 3 * row).to(tl.int32)
-    rows = tl.load(sizes + 3 * row + 1)  # of the sample; below 0: all
+    chunks = tl.load(sizes + 2 * (head // heads))
+    rows = tl.load(sizes + 2 * (head // heads) + 1).to(tl.float32) / 65536  # of the sample; 0: all
     at = tl.arange(0, ROOM)
-    own = tl.load(logs + head * room + at, mask=at < chunks * 256, other=-float("inf"))
+    own = tl.load(logs + head * ROOM + at, mask=at < chunks * 256, other=-float("inf"))
     peak = tl.max(own, 0)
     weights = tl.exp(own - peak)
-    threshold = tl.sum(weights, 0) / rows
-    for _ in range(24):
+    threshold = tl.sum(weights, 0) / tl.maximum(rows, 1e-3)
+    for _ in range(24):  # weights above it count as one each: without them it falls
         above = weights > threshold
         light = tl.sum(tl.where(above, 0.0, weights), 0)
         left = rows - tl.sum(above.to(tl.float32), 0)
         threshold = tl.minimum(threshold, tl.maximum(light / tl.maximum(left, 1e-3), 1e-37))
-    tl.store(thresholds + head, tl.where(rows > 0, peak + tl.log(threshold), -float("inf")))
+    tl.store(thresholds + head, tl.where(rows > 0, peak + tl.log(threshold), -1e30))
     tl.store(totals + head, 0)
 
 
 @triton.jit
 def _draw(
-    addresses, segments, items, queries, codes, lines, hashes, thresholds,
+    segments, items, number, queries, codes, lines, hashes, thresholds,
     ids, log_probability, starts, counts, totals, room, pieces, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     CODED: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one piece of a segment, for the heads of one KV head."""
-    item, kv_head = tl.program_id(0), tl.program_id(1)
-    segment = tl.load(items + 2 * item)
-    piece = tl.load(items + 2 * item + 1)  # of the segment
-    row = tl.load(segments + 3 * segment)
-    tokens = tl.load(segments + 3 * segment + 1)
-    first_piece = tl.load(segments + 3 * segment + 2)  # of the sequence
-    lanes = tl.arange(0, PIECE)
-    keys = piece * PIECE + lanes
-    mask = keys < tokens
-    logs = _weigh(
-        tl.load(addresses + segment), keys, mask, queries, row, kv_head, tokens, codes, lines,
-        scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, PIECE, FAST,
-    )  # fmt: skip
-    heads = tl.arange(0, HEADS)
+    """Rows of pieces of segments, for the heads of one KV head."""
+    kv_head = tl.program_id(1)
+    heads, lanes = tl.arange(0, HEADS), tl.arange(0, PIECE)
     real = heads < GROUP
-    head = (row * tl.num_programs(1) + kv_head) * GROUP + heads
-    threshold = tl.load(thresholds + head, mask=real, other=0.0)
-    log_p = tl.minimum(tl.maximum(logs - threshold[:, None], LOG_LEAST), 0.0)
-    hashed = tl.xor_sum(tl.load(hashes + head, mask=real, other=0), 0)
-    uniform = tl.rand(hashed, (first_piece + piece) * PIECE + lanes)  # the same for all heads
-    drawn = (uniform[None, :] < tl.exp(log_p)) & mask[None, :] & real[:, None]
-    place = tl.cumsum(drawn.to(tl.int32), 1) - 1
-    count = tl.sum(drawn.to(tl.int32), 1)
-    start = tl.atomic_add(totals + head, count, mask=real, sem="relaxed")
-    tl.store(starts + head * pieces + first_piece + piece, start, mask=real)
-    tl.store(counts + head * pieces + first_piece + piece, count, mask=real)
-    to = start[:, None] + place
-    fits = drawn & (to < room)
-    at = head[:, None].to(tl.int64) * room + to
-    tl.store(ids + at, (keys[None, :] + tl.zeros_like(to)).to(tl.int16), mask=fits)
-    tl.store(log_probability + at, log_p, mask=fits)
-
-
-def _fast(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+    for item in range(tl.program_id(0), tl.load(number).to(tl.int32), tl.num_programs(0)):
+        segment = tl.load(items + 2 * item)
+        piece = tl.load(items + 2 * item + 1)  # of the segment
+        row = tl.load(segments + 4 * segment + 1)
+        tokens = tl.load(segments + 4 * segment + 2)
+        there = tl.load(segments + 4 * segment + 3) + piece  # of the sequence
+        keys = piece * PIECE + lanes
+        mask = keys < tokens
+        logs = _weigh(
+            tl.load(segments + 4 * segment), keys, mask, queries, row, kv_head, tokens, codes,
+            lines, scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, PIECE, FAST,
+        )  # fmt: skip
+        head = (row * tl.num_programs(1) + kv_head) * GROUP + heads
+        threshold = tl.load(thresholds + head, mask=real, other=0.0)
+        log_p = tl.minimum(tl.maximum(logs - threshold[:, None], LOG_LEAST), 0.0)
+        hashed = tl.xor_sum(tl.load(hashes + head, mask=real, other=0), 0)
+        uniform = tl.rand(hashed, (there * PIECE + lanes).to(tl.int32))  # the same for all heads
+        drawn = (uniform[None, :] < tl.exp(log_p)) & mask[None, :] & real[:, None]
+        place = tl.cumsum(drawn.to(tl.int32), 1) - 1
+        count = tl.sum(drawn.to(tl.int32), 1)
+        start = tl.atomic_add(totals + head, count, mask=real, sem="relaxed")
+        tl.store(starts + head * pieces + there, start, mask=real)
+        tl.store(counts + head * pieces + there, count, mask=real)
+        to = start[:, None] + place
+        fits = drawn & (to < room)
+        at = head[:, None] * room + to
+        tl.store(ids + at, (keys[None, :] + tl.zeros_like(at)).to(tl.int16), mask=fits)
+        tl.store(log_probability + at, log_p, mask=fits)
 
 
 def _wide(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-class Coded:
-    """Queries of a batch as codes want them; buffers that every step fills anew.
+class Drawing:
+    """Draws rows for a batch, into buffers on the device.
 
-    rotation: [coded dim, head_dim], float32. scale: of the scores, tempered.
+    rotation: [coded dim, head_dim], float32.
+    room: rows of a head. pieces: of a sequence. sample: keys of one that are weighed first.
     """
 
-    def __init__(self, batch: int, heads: int, rotation: Tensor, bits: int, seed: int) -> None:
-        device = rotation.device
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        rotation: Tensor,
+        bits: int,
+        seed: int,
+        room: int,
+        pieces: int,
+        sample: int,
+    ) -> None:
+        device, count = rotation.device, batch * heads
+        self.batch, self.heads, self.kv_heads = batch, heads, kv_heads
         self.rotation, self.bits, self.seed = rotation, bits, seed & 0x7FFFFFFF
-        self.codes = torch.empty(batch * heads, len(rotation), dtype=torch.int8, device=device)
-        self.lines = torch.empty(batch * heads, 2, device=device)
-        self.hashes = torch.empty(batch * heads, dtype=torch.int32, device=device)
-
-    def fill(self, queries: Tensor, scale: float) -> None:
-        """queries: [batch, heads, head_dim]."""
-        dim, coded = queries.shape[2], len(self.rotation)
-        _prepare[(len(self.codes),)](
-            queries,
-            self.rotation,
-            self.codes,
-            self.lines,
-            self.hashes,
-            scale,
-            self.seed,
-            DIM=dim,
-            WIDE=_wide(coded),
-            CODED=coded,
-            TOP=float(2**self.bits - 1),
+        self.room, self.pieces = room, pieces
+        self.codes = torch.empty(count, len(rotation), dtype=torch.int8, device=device)
+        self.lines = torch.empty(count, 2, device=device)
+        self.hashes = torch.empty(count, dtype=torch.int32, device=device)
+        self.logs = torch.empty(count, triton.next_power_of_2(sample), device=device)
+        self.thresholds = torch.empty(count, device=device)
+        sizes = (
+            4 * count * room,
+            4 * count * pieces,
+            4 * count * pieces,
+            4 * count,
+            2 * count * room,
         )
+        self.found = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self.parts = self.views(self.found)
+
+    def views(self, found: Tensor) -> tuple[Tensor, ...]:
+        """Of a buffer like `found`: log probabilities [batch, heads, room], starts and counts of
+        pieces [batch, heads, pieces], totals [batch, heads], ids [batch, heads, room]."""
+        count, rows, at = self.batch * self.heads, [], 0
+        for width, dtype in (
+            (self.room, torch.float32),
+            (self.pieces, torch.int32),
+            (self.pieces, torch.int32),
+            (1, torch.int32),
+            (self.room, torch.int16),
+        ):
+            end = at + count * width * dtype.itemsize
+            rows.append(found[at:end].view(dtype).view(self.batch, self.heads, width))
+            at = end
+        return tuple(rows)
+
+    def draw(self, queries: Tensor, table: Table, scale: float) -> None:
+        """queries: [batch, heads, head_dim]. scale: of the scores, tempered."""
+        dim, coded = queries.shape[2], len(self.rotation)
+        group = self.heads // self.kv_heads
+        count = self.batch * self.heads
+        _prepare[(count,)](
+            queries, self.rotation, self.codes, self.lines, self.hashes, scale, self.seed,
+            DIM=dim, WIDE=_wide(coded), CODED=coded, TOP=float(2**self.bits - 1),
+        )  # fmt: skip
+        same = {
+            "GROUP": group,
+            "HEADS": triton.next_power_of_2(group),
+            "DIM": dim,
+            "WIDE": _wide(dim),
+            "CODED": coded,
+            "BITS": self.bits,
+            "FAST": queries.is_cuda,
+        }
+        asked = queries, self.codes, self.lines
+        log_probability, starts, counts, totals, ids = self.parts
+        _sample[16 * self.batch, self.kv_heads](
+            table.segments, table.chunks, table.numbers, *asked, self.logs, self.logs.shape[1],
+            scale, CHUNK=CHUNK, **same,
+        )  # fmt: skip
+        _threshold[(count,)](
+            self.logs, table.sizes, self.thresholds, totals, self.heads,
+            ROOM=self.logs.shape[1], num_warps=8,
+        )  # fmt: skip
+        _draw[64 * self.batch, self.kv_heads](
+            table.segments, table.items, table.numbers[1:], *asked, self.hashes, self.thresholds,
+            ids, log_probability, starts, counts, totals, self.room, self.pieces, scale,
+            PIECE=PIECE, **same,
+        )  # fmt: skip
+
+
+class Table:
+    """Where codes are, and which program looks at what; int64, on the host or on a device.
+
+    numbers: of chunks and items. sizes: of each sequence, chunks, and the rows that a sample of its
+    keys stands for, in 65536ths; 0: all. segments: address, sequence, tokens, first piece in the
+    sequence. chunks: segment, place in its sequence's sample, sixteen blocks (-1: none).
+    items: segment, piece in it.
+    """
+
+    def __init__(self, memory: Tensor, batch: int, segments: int, chunks: int, items: int) -> None:
+        self.memory = memory
+        shapes = ((2,), (batch, 2), (segments, 4), (chunks, 18), (items, 2))
+        parts, at = [], 0
+        for shape in shapes:
+            end = at + math.prod(shape)
+            parts.append(memory[at:end].view(shape))
+            at = end
+        self.numbers, self.sizes, self.segments, self.chunks, self.items = parts
+
+    @staticmethod
+    def words(batch: int, segments: int, chunks: int, items: int) -> int:
+        return 2 + 2 * batch + 4 * segments + 18 * chunks + 2 * items

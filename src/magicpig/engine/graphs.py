@@ -26,9 +26,11 @@ from magicpig.kv.tray import Tray
 
 if TYPE_CHECKING:
     from magicpig.engine.recorded import Attention
+    from magicpig.kv.device_scan import DeviceScan
 
 MOST_KEPT = 8  # sizes of batches with graphs
 FIRST_STEPS = 1  # of a batch's size that are not recorded: most sizes are not seen again
+ROOMIER = 5  # quarters of a context's length that buffers have room for
 
 
 class StepGraphs:
@@ -43,6 +45,10 @@ class StepGraphs:
         self._stretches: list[tuple[torch.cuda.CUDAGraph, Attention | None]] = []
         self._recording: torch.cuda.CUDAGraph | None = None
         self._trays: dict[object, Tray] = {}
+        self._scans: dict[object, DeviceScan] = {}
+        self.tokens = (
+            ROOMIER * max(kv.num_tokens for kv in kvs) // 4 + 4096
+        )  # that there is room for
         self._pool = torch.cuda.graph_pool_handle()
         self._sent = torch.zeros(2, self.batch, 1, dtype=torch.int64, pin_memory=True)
         self._ids = torch.zeros(2, self.batch, 1, dtype=torch.int64, device=device)
@@ -103,6 +109,15 @@ class StepGraphs:
         if like.kind not in self._trays:
             self._trays[like.kind] = Tray(self.batch, like.shape, like.far.index)
         return self._trays[like.kind]
+
+    def scan_for(self, like: HybridLayer) -> DeviceScan:
+        """Layers of a kind share one."""
+        from magicpig.kv.device_scan import DeviceScan, draws_there
+
+        index = like.far.index
+        if like.kind not in self._scans and draws_there(index):
+            self._scans[like.kind] = DeviceScan(self.batch, like.shape, index, self.tokens)
+        return self._scans[like.kind]
 
     def run(self, kvs: Sequence[SequenceKV], token_ids: Sequence[int]) -> Tensor:
         """Logits [batch, vocab]."""
@@ -179,11 +194,13 @@ class Graphs:
         if not self._possible or any(_kinds(kv) != kinds for kv in kvs):
             return None
         key = len(kvs), kinds
-        if key in self._kept:
-            return self._kept[key]
+        kept = self._kept.get(key)
+        if kept and max(kv.num_tokens for kv in kvs) <= kept.tokens:
+            return kept
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] <= FIRST_STEPS:
             return None
+        self._kept.pop(key, None)
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         gc.collect()  # what is freed while graphs are recorded may break them

@@ -6,6 +6,7 @@ graphs therefore look them up in a table on the device, which has a line for eac
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from magicpig.attention.full import Full
 from magicpig.attention.tensor_method import spend_on_step
 from magicpig.attention.whole import spend_on_all
 from magicpig.kv.base import SequenceLayer
+from magicpig.kv.device_scan import DeviceCodes, draws_there
 from magicpig.kv.hybrid_layer import HybridLayer, attend_far, count_windows
 from magicpig.kv.seats import Seats, Sitter, together
 from magicpig.kv.sequence import step
@@ -148,6 +150,7 @@ class ExchangedAttention(SeatedAttention):
     ) -> Tensor:
         self._scoring = scale, softcap
         self.tray.ask(queries)
+        self._draw(queries, scale)
         self.graphs.cut(self)
         near = self._near(queries, keys, values, scale, softcap)
         self._window = self.graphs.cut(None)
@@ -161,15 +164,51 @@ class ExchangedAttention(SeatedAttention):
         self._seats.advance(there=True)
         with trace.span("wait for queries"):
             self.tray.wait()
-        return attend_far(layers, self.tray, *self._scoring)
+        return attend_far(layers, self.tray, *self._scoring, self._drawn())
+
+    def _draw(self, queries: Tensor, scale: float) -> None:
+        """Records the drawing of rows, where the device does that."""
+
+    def _drawn(self) -> Any:
+        return None
 
     def finish(self, layers: Sequence[HybridLayer]) -> None:
         pass
 
 
+class ScannedAttention(ExchangedAttention):
+    """The same, with codes on the device, which draws by them."""
+
+    def __init__(self, graphs: StepGraphs, number: int, like: HybridLayer) -> None:
+        super().__init__(graphs, number, like)
+        self.scan = graphs.scan_for(like)
+        self._host, self._there = self.scan.new_table()
+        self._codes: list[DeviceCodes] = []
+        self._fits = False
+
+    def prepare(self, layers: Sequence[HybridLayer]) -> None:
+        super().prepare(layers)
+        codes = [layer.codes_there for layer in layers]
+        if len(codes) == len(self._codes) and all(map(operator.is_, codes, self._codes)):
+            return
+        self._codes = codes  # which keeps them, and so their addresses
+        self._fits = self.scan.fill(self._host, codes)
+        if not self._fits:
+            self._host.memory.zero_()  # nothing to draw from
+        self._there.memory.copy_(self._host.memory, non_blocking=True)
+
+    def _draw(self, queries: Tensor, scale: float) -> None:
+        self.scan.draw(queries, self._there, scale)
+
+    def _drawn(self) -> Any:
+        return self.scan.drawn if self._fits else None
+
+
 def attention_of(graphs: StepGraphs, number: int, like: SequenceLayer) -> Attention:
     if isinstance(like, HybridLayer):
-        kind = SeatedAttention if like.span else ExchangedAttention
+        if like.span:
+            return SeatedAttention(graphs, number, like)
+        kind = ScannedAttention if draws_there(like.far.index) else ExchangedAttention
         return kind(graphs, number, like)
     if isinstance(like, TensorLayer) and isinstance(like.method, Full):
         return WholeAttention(graphs, number, like)

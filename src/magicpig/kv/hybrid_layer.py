@@ -8,6 +8,7 @@ results come back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,24 @@ from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import together
 from magicpig.kv.tray import Tray, tray_for
 
+if TYPE_CHECKING:
+    from magicpig.kv.device_scan import DeviceCodes
+
 
 class HybridLayer(NativeLayer):
     """As NativeLayer, for models on other devices than the CPU."""
 
     window: DeviceWindow  # type: ignore[assignment]
+    _codes: DeviceCodes | None = None
+
+    @property
+    def codes_there(self) -> DeviceCodes:
+        """The far context's, on the device."""
+        from magicpig.kv.device_scan import DeviceCodes  # which needs Triton
+
+        if self._codes is None or self._codes.far is not self.far:
+            self._codes = DeviceCodes(self.far, self.shape.device, self._codes)
+        return self._codes
 
     def _new_window(self) -> DeviceWindow:
         return DeviceWindow(self.shape)
@@ -94,14 +108,19 @@ def _attend_near(
 
 
 def attend_far(
-    layers: Sequence[HybridLayer], tray: Tray, scale: float, softcap: float | None
+    layers: Sequence[HybridLayer],
+    tray: Tray,
+    scale: float,
+    softcap: float | None,
+    drawn: tuple[Any, Any, Any, Any] | None = None,
 ) -> Callable[[], None]:
     """Attention over the far contexts, of what was asked: fills the tray.
 
+    drawn: rows that the device has drawn, as DeviceScan has them; None: the native core draws.
     What is returned has yet to be called, when there is time: it counts what was done.
     """
     with trace.span("far context", batch=len(layers)):
-        draw, drawn, whole, tokens = _native.attend(
+        drawing, reading, whole, tokens = _native.attend(
             [layer.far._native for layer in layers],
             tray.asked,
             scale,
@@ -113,11 +132,12 @@ def attend_far(
             tray.visited,
             tray.predicted,
             tray.signs,
+            drawn,
         )
     rows, visited = tray.rows.copy(), tray.visited.copy()
 
     def count() -> None:
-        layers[0].window.spend((draw, drawn, whole))
+        layers[0].window.spend((drawing, reading, whole))
         counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
         for layer, *own in counts:
             layer.window.count(*own)

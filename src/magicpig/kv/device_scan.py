@@ -1,0 +1,151 @@
+"""DeviceScan: rows of far contexts drawn on the model's device, by codes that lie there.
+
+The CPU keeps the rows, and reads those that were drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from magicpig import reference
+from magicpig.attention.scan_on_gpu import BLOCK, CHUNK, PIECE, Drawing, Table
+from magicpig.config import IndexConfig, ScanConfig
+from magicpig.kv.base import LayerShape
+from magicpig.kv.layer import LayerKV
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+SEGMENTS, CHUNKS = 40, 32  # of a sequence, at most
+# As in threshold.cpp: of an eighth of the keys, so many blocks at least, and at most.
+SHARE, LEAST_BLOCKS, MOST_BLOCKS = 8, 64, 256
+
+
+def draws_there(index: IndexConfig | None) -> TypeIs[ScanConfig]:
+    """Whether an index is one of codes that a device can draw by."""
+    return isinstance(index, ScanConfig) and index.target_error is None
+
+
+class DeviceCodes:
+    """Of the segments of a far context, each copied once.
+
+    previous: of the same sequence, or of one that it was forked from.
+    """
+
+    def __init__(
+        self, far: LayerKV, device: torch.device, previous: DeviceCodes | None = None
+    ) -> None:
+        self.far = far
+        known = previous._held if previous else {}
+        self._held: dict[int, tuple[Any, Tensor, int]] = {}  # by address, which is held too
+        for i, tokens in enumerate(far.segment_sizes):
+            _, codes = far._native.segment_memory(i)
+            if codes.size:
+                at = codes.ctypes.data
+                there = known[at][1] if at in known else torch.from_numpy(codes.copy()).to(device)
+                self._held[at] = codes, there, tokens
+
+    @property
+    def segments(self) -> list[tuple[Tensor, int]]:
+        """Codes and tokens."""
+        return [(there, tokens) for _, there, tokens in self._held.values()]
+
+
+class DeviceScan:
+    """For a batch in layers of one kind, which use it one after another, in one stream.
+
+    tokens: of a far context, that there is room for.
+    """
+
+    def __init__(self, batch: int, shape: LayerShape, scan: ScanConfig, tokens: int) -> None:
+        self.batch, self.config, self.tokens, self.device = batch, scan, tokens, shape.device
+        self.pieces = -(-tokens // PIECE) + SEGMENTS
+        most = max(scan.budget * tokens, scan.min_rows)
+        self.room = tokens if most >= tokens else min(tokens, int(1.5 * most) + 256)
+        rotation = reference.rotation(scan, shape.head_dim)[:, : shape.head_dim].float()
+        line = 32 // scan.bits_per_dim
+        rotation = torch.nn.functional.pad(rotation, (0, 0, 0, -len(rotation) % line))
+        self._drawing = Drawing(
+            batch,
+            shape.num_heads,
+            shape.num_kv_heads,
+            rotation.to(shape.device).contiguous(),
+            scan.bits_per_dim,
+            scan.seed,
+            self.room,
+            self.pieces,
+            CHUNKS * CHUNK,
+        )
+        self._mirror = torch.zeros_like(
+            self._drawing.found, device="cpu", pin_memory=shape.device.type == "cuda"
+        )
+        views = [view.numpy() for view in self._drawing.views(self._mirror)]
+        log_probability, starts, counts, self._totals, ids = views
+        self._rows = ids.view(np.uint16), log_probability, starts, counts
+
+    def new_table(self) -> tuple[Table, Table]:
+        """Of a layer: on the host and on the device."""
+        sizes = self.batch, self.batch * SEGMENTS, self.batch * CHUNKS, self.batch * self.pieces
+        words, pinned = Table.words(*sizes), self.device.type == "cuda"
+        host = torch.zeros(words, dtype=torch.int64, pin_memory=pinned)
+        there = torch.zeros(words, dtype=torch.int64, device=self.device)
+        return Table(host, *sizes), Table(there, *sizes)
+
+    def fill(self, table: Table, each: Sequence[DeviceCodes]) -> bool:
+        """The host's table, for a batch; False where there is no room, and nothing is drawn."""
+        segment = chunk = item = 0
+        table.memory.zero_()
+        for row, codes in enumerate(each):
+            sizes = [tokens for _, tokens in codes.segments]
+            blocks = [-(-tokens // BLOCK) for tokens in sizes]
+            pieces = [-(-tokens // PIECE) for tokens in sizes]
+            if len(sizes) > SEGMENTS or sum(pieces) > self.pieces or sum(sizes) > self.tokens:
+                return False
+            place = keys = first_piece = first_block = 0
+            picked = _evenly(sum(blocks))
+            for i, (there, tokens) in enumerate(codes.segments):
+                line = torch.tensor([there.data_ptr(), row, tokens, first_piece])
+                table.segments[segment] = line
+                mine = picked[(picked >= first_block) & (picked < first_block + blocks[i])]
+                mine = mine - first_block
+                keys += int(np.minimum(BLOCK, tokens - BLOCK * mine).sum())
+                for first in range(0, len(mine), CHUNK // BLOCK):
+                    if place == CHUNKS:
+                        return False
+                    some = mine[first : first + CHUNK // BLOCK]
+                    table.chunks[chunk, 0], table.chunks[chunk, 1] = segment, place
+                    table.chunks[chunk, 2:] = -1
+                    table.chunks[chunk, 2 : 2 + len(some)] = torch.from_numpy(some)
+                    chunk, place = chunk + 1, place + 1
+                here = table.items[item : item + pieces[i]]
+                here[:, 0], here[:, 1] = segment, torch.arange(pieces[i])
+                item, segment = item + pieces[i], segment + 1
+                first_piece, first_block = first_piece + pieces[i], first_block + blocks[i]
+            total = sum(sizes)
+            most = max(self.config.budget * total, self.config.min_rows)
+            rows = 0 if most >= total else max(1, round(65536 * most * keys / total))
+            table.sizes[row] = torch.tensor([place, rows])
+        table.numbers[0], table.numbers[1] = chunk, item
+        return True
+
+    def draw(self, queries: Tensor, table: Table, scale: float) -> None:
+        """Rows for queries [batch, heads, head_dim], on their way to the host."""
+        tempered = scale * reference.TEMPERS[self.config.bits_per_dim]
+        self._drawing.draw(queries, table, tempered)
+        self._mirror.copy_(self._drawing.found, non_blocking=True)
+
+    @property
+    def drawn(self) -> tuple[Any, Any, Any, Any] | None:
+        """What has arrived, for the native core; None where it was more than there is room for."""
+        return self._rows if self._totals.max() <= self.room else None
+
+
+def _evenly(blocks: int) -> Any:
+    """Blocks of a sample."""
+    count = min(blocks, max(LEAST_BLOCKS, min(MOST_BLOCKS, blocks // SHARE)))
+    return np.arange(count, dtype=np.int64) * blocks // max(count, 1)

@@ -1,0 +1,151 @@
+"""Rows drawn by kernels in Triton: on a GPU, or interpreted (TRITON_INTERPRET=1)."""
+
+import os
+
+import pytest
+import torch
+
+from magicpig import LayerKV, ScanConfig, _native, reference
+from magicpig.kv.base import LayerShape
+
+CUDA = torch.cuda.is_available()
+pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
+pytestmark = pytest.mark.skipif(
+    not CUDA and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs a CUDA GPU, or TRITON_INTERPRET=1",
+)
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+def context(scan, segments, heads=(6, 2, 32), seed=0):
+    torch.manual_seed(seed)
+    num_heads, kv_heads, dim = heads
+    kv = LayerKV(num_heads, kv_heads, dim, scan, torch.float32)
+    offset = 2 * torch.randn(kv_heads, 1, dim)
+    for tokens in segments:
+        kv.append(torch.randn(kv_heads, tokens, dim) + offset, torch.randn(kv_heads, tokens, dim))
+    return kv
+
+
+def draw(kvs, queries, scale, tokens=None):
+    from magicpig.kv.device_scan import DeviceCodes, DeviceScan
+
+    kv = kvs[0]
+    shape = LayerShape(kv.num_heads, kv.num_kv_heads, kv.head_dim, torch.float32, DEVICE)
+    most = max(each.num_tokens for each in kvs)
+    scan = DeviceScan(len(kvs), shape, kv.index, tokens or most)
+    host, there = scan.new_table()
+    codes = [DeviceCodes(each, DEVICE) for each in kvs]  # tables have addresses only
+    assert scan.fill(host, codes)
+    there.memory.copy_(host.memory)
+    scan.draw(queries.to(DEVICE), there, scale)
+    if CUDA:
+        torch.cuda.synchronize()
+    return scan
+
+
+def rows_of(scan, kv, row, head):
+    """Numbers in the sequence, and log probabilities, of what was drawn for a head."""
+    ids, logs, starts, counts = scan.drawn
+    rows, chances, piece, first = [], [], 0, 0
+    for tokens in kv.segment_sizes:
+        if tokens >= kv.index.shortest_indexed:
+            for _ in range(-(-tokens // 1024)):
+                start, count = starts[row, head, piece], counts[row, head, piece]
+                rows += (ids[row, head, start : start + count].astype(int) + first).tolist()
+                chances += logs[row, head, start : start + count].tolist()
+                piece += 1
+        first += tokens
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(chances)
+
+
+def attend(kvs, queries, scale, drawn):
+    heads, dim = kvs[0].num_heads, kvs[0].head_dim
+    out, lse = torch.empty(len(kvs), heads, dim), torch.empty(len(kvs), heads)
+    rows, visited = torch.zeros(2, len(kvs), heads, dtype=torch.int64)
+    natives = [kv._native for kv in kvs]
+    arrays = out, lse, rows, visited, lse.clone()
+    _native.attend(natives, queries, scale, 0.0, False, *arrays, None, drawn)
+    return out, lse, rows
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("heads", [(6, 2, 32), (4, 4, 80), (2, 1, 24)])
+def test_probabilities_are_those_of_the_codes(bits, heads):
+    """Budgets are kept about, and every row's probability is what its code says."""
+    scan = ScanConfig(bits, 0.1, 4)
+    kvs = [context(scan, [1500, 700], heads), context(scan, [300], heads, seed=1)]
+    queries = torch.randn(2, heads[0], heads[2])
+    done = draw(kvs, queries, 0.3)
+    for i, kv in enumerate(kvs):
+        keys, values = kv.read()
+        for head in range(heads[0]):
+            own = head // (heads[0] // heads[1])
+            rows, logs = rows_of(done, kv, i, head)
+            assert 0.03 * kv.num_tokens < len(rows) < 0.3 * kv.num_tokens
+            expected, first = [], 0
+            for tokens in kv.segment_sizes:
+                part = slice(first, first + tokens)
+                args = queries[i, head], keys[own, part], values[own, part]
+                expected.append(reference.proposals(*args, scan, 0.3))
+                first += tokens
+            wanted = torch.cat(expected)[rows]
+            below = logs < 0  # above the threshold, all are certain
+            shift = (wanted - logs)[below]
+            assert (
+                shift.numel() == 0 or shift.max() - shift.min() < 0.02 + 0.02 * wanted.abs().max()
+            )
+
+
+def test_all_rows_where_the_budget_is_all():
+    scan = ScanConfig(2, 1.0, 4)
+    kvs = [context(scan, [1300, 50, 200]), context(scan, [70], seed=1)]
+    queries = torch.randn(2, 6, 32)
+    done = draw(kvs, queries, 0.3)
+    out, lse, rows = attend(kvs, queries, 0.3, done.drawn)
+    assert rows.tolist() == [[1550] * 6, [70] * 6]
+    for i, kv in enumerate(kvs):
+        exact, exact_lse = kv.attend(queries[i], exact=True, scale=0.3)
+        torch.testing.assert_close(out[i], exact, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lse[i], exact_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_the_cpu_reads_what_was_drawn():
+    """And segments without codes as a whole."""
+    scan = ScanConfig(2, 0.15, 4)
+    kv = context(scan, [1300, 60, 200])
+    for query in torch.randn(2, 1, 6, 32):
+        done = draw([kv], query, 0.3)
+        out, lse, counted = attend([kv], query, 0.3, done.drawn)
+        for head in range(6):
+            rows, logs = rows_of(done, kv, 0, head)
+            whole = torch.arange(1300, 1360)
+            assert counted[0, head] == len(rows) + 60
+            keys, values = (x[head // 3] for x in kv.read())
+            everything = torch.cat([rows, whole])
+            chances = torch.cat([logs, torch.zeros(60)])
+            scores = reference.scores(query[0, head], keys[everything], 0.3)
+            wanted, wanted_lse = reference.attend(scores - chances, values[everything])
+            torch.testing.assert_close(out[0, head], wanted.float(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(lse[0, head], wanted_lse.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_too_many_rows_are_told():
+    scan = ScanConfig(2, 0.05, 4)
+    kv = context(scan, [900])
+    done = draw([kv], torch.randn(1, 6, 32), 0.3, tokens=900)
+    assert done.drawn is not None
+    done._totals[0, 0] = done.room + 1
+    assert done.drawn is None
+
+
+def test_codes_are_copied_once():
+    from magicpig.kv.device_scan import DeviceCodes
+
+    kv = context(ScanConfig(2, 0.05, 4), [900])
+    first = DeviceCodes(kv, DEVICE)
+    longer = kv.fork()
+    longer.append(*torch.randn(2, 2, 300, 32))
+    second = DeviceCodes(longer, DEVICE, first)
+    assert second.segments[0][0] is first.segments[0][0]
+    assert len(second.segments) == len(longer.segment_sizes)
