@@ -6,6 +6,7 @@ from zoo import loaded, make_model
 
 from magicpig import LLM, SamplingParams, WindowConfig
 from magicpig.attention.plan import make_plan
+from magicpig.attention.scan import Scan
 from magicpig.engine.memory import Memory, Needs, largest_batch, parse_bytes, there_is
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -47,19 +48,29 @@ def test_on_a_cpu_all_is_the_hosts():
 
 def test_far_contexts_are_the_hosts_and_windows_the_gpus():
     needed = needs("cpu-dense", GPU).of(1000, 100)
-    pinned = 2 * 2**16  # keys and values of 1,000 tokens take 64,000 bytes each
-    assert needed.host == LAYERS * (1100 * VECTORS + pinned)
+    assert needed.host == LAYERS * 1100 * VECTORS
     window = 4 + 8 + 2 * 16
     room = 3 * window // 2 + 64
-    assert needed.device == LAYERS * room * VECTORS + 4 * 1100 * VECTORS
+    assert needed.device == LAYERS * room * VECTORS
     scan = needs("scan:2:1%", GPU).of(1000, 100)
-    assert scan.device == needed.device
-    assert scan.host == needed.host + LAYERS * KV_HEADS * 1100 * (DIM * 2 // 8 + 8)
+    codes = LAYERS * KV_HEADS * 1100 * (DIM * 2 // 8 + 8)
+    assert scan.host == needed.host + codes
+    assert scan.device == needed.device + codes  # which draws by them
+    on_cpu = needs(Scan(2, 0.01, target_error=0.1), GPU).of(1000, 100)
+    assert on_cpu.device == needed.device
+
+
+def test_prompts_take_more_while_they_are_read():
+    pinned = 2 * 2**16  # keys and values of 1,000 tokens take 64,000 bytes each
+    reading = needs("cpu-dense", GPU).reading(1000)
+    assert reading == Memory(LAYERS * pinned, 4 * 1000 * VECTORS)
+    assert needs("full", GPU).reading(1000) == Memory(0, LAYERS * 1000 * VECTORS)
+    assert needs("lsh:4:12", CPU).reading(1000) == Memory(LAYERS * 1000 * VECTORS)
 
 
 def test_dense_layers_count_on_the_gpu():
     sparse, dense = (needs("lsh:4:12", GPU, dense=d).of(1000, 100) for d in ((), (0, 2)))
-    assert dense.device - sparse.device == 2 * (1100 + 1000 + 1100) * VECTORS
+    assert dense.device - sparse.device == 2 * 1100 * VECTORS
     assert dense.host < sparse.host
     full = needs("full", GPU).of(1000, 100)
     assert full.host == 0
@@ -84,14 +95,15 @@ def test_the_largest_batch_is_the_largest_that_fits(method):
         asked, there = needs(method, device), Memory(50_000_000, 30_000_000)
         batch = largest_batch(asked, there, 3000, 50)
         assert batch > 0
-        one = asked.of(3000, 50)
-        assert sum([one] * batch, Memory()).fits(there)
-        assert not sum([one] * (batch + 1), Memory()).fits(there)
+        one, reading = asked.of(3000, 50), asked.reading(3000)
+        assert sum([one] * batch, reading).fits(there)
+        assert not sum([one] * (batch + 1), reading).fits(there)
     assert largest_batch(needs("lsh:4:12", GPU), Memory(10**9, 1000), 3000, 50) == 0
 
 
 def test_requests_wait_until_there_is_room():
-    needed = needs("lsh:4:12", CPU).of(200, 20).host
+    asked = needs("lsh:4:12", CPU)
+    needed = (asked.of(200, 20) + asked.reading(200)).host
     llm = LLM(loaded("llama", dtype=torch.bfloat16), method="lsh:4:12", cpu_memory=3 * needed)
     assert llm.largest_batch(200, 20) in (1, 2, 3)  # its window is larger than the one above
     together = 0

@@ -57,7 +57,10 @@ class Engine:
         self._check(prompt_ids, known)
         new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
         needed = self.runner.needs.of(len(prompt_ids), new_tokens, params.n)
-        request = Request(next(self._ids), list(prompt_ids), params, needed, known, keep_prompt)
+        reading = self.runner.needs.reading(len(prompt_ids))
+        request = Request(
+            next(self._ids), list(prompt_ids), params, needed, reading, known, keep_prompt
+        )
         self.scheduler.add(request)
         self._requests[request.id] = request
         return request

@@ -6,7 +6,6 @@ Two kinds are counted apart: the host's, and that of the model's device where it
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from magicpig import _native
+from magicpig.attention.full import Full
+from magicpig.attention.kv_stream import KvStream
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import Plan
+from magicpig.attention.scan import Scan
 from magicpig.config import WindowConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.seats import ROOM
@@ -38,6 +40,10 @@ class Memory:
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(self.host + other.host, self.device + other.device)
+
+    def most(self, other: Memory) -> Memory:
+        """The larger one of each kind."""
+        return Memory(max(self.host, other.host), max(self.device, other.device))
 
     def fits(self, there: Memory) -> bool:
         return self.host <= there.host and self.device <= there.device
@@ -72,12 +78,8 @@ class Needs:
     part_tokens: int
 
     def of(self, prompt_tokens: int, new_tokens: int, n: int = 1) -> Memory:
-        """Of n completions of a prompt; they share its far context.
-
-        While a prompt is read its keys and values are there twice, once as tensors.
-        """
+        """Of n completions of a prompt, till they end; they share its far context."""
         total, tokens = Memory(), prompt_tokens + n * new_tokens
-        at_hand = 0  # of the largest layer, while it is read or attended to
         for i, layer in enumerate(DynamicCache(config=self.config).layers):
             window = self.window.sinks + self.window.local + 2 * self.window.block
             if type(layer) is DynamicSlidingWindowLayer:
@@ -88,17 +90,32 @@ class Needs:
             method = self.plan.of(i)
             index = method.index_bytes(self._shape, tokens)
             room = 3 * window // 2 + ROOM if self._elsewhere else window  # windows grow by steps
-            near = n * min(tokens + ROOM, room) * self._vectors
-            read = (tokens + prompt_tokens) * self._vectors
-            total += self._near(near)
+            total += self._near(n * min(tokens + ROOM, room) * self._vectors)
+            rows = tokens * self._vectors
             if not self._elsewhere:
-                total += Memory(read + index)
-            elif method.on_host:
-                pinned = 2 * _power_of_two(prompt_tokens * self._vectors // 2)
-                total += Memory(tokens * self._vectors + pinned + index)
-                at_hand = max(at_hand, AT_HAND * tokens * self._vectors)
-            else:  # a batch has its far contexts side by side, beside those of its sequences
-                total += Memory(0, read + index + tokens * self._vectors)
+                total += Memory(rows + index)
+            elif not method.on_host:
+                # Most methods want far contexts side by side, beside those of their sequences.
+                total += Memory(0, rows + index + (0 if isinstance(method, Full) else rows))
+            elif isinstance(method, Scan) and method.target_error is None:
+                total += Memory(rows + index, index)  # draws there
+            else:
+                total += Memory(rows + index)
+        if isinstance(self.plan.method, KvStream) and self._elsewhere:
+            total += Memory(0, tokens * self._vectors)  # of one layer at a time
+        return total
+
+    def reading(self, prompt_tokens: int) -> Memory:
+        """Beside that, while the prompt is read: its keys and values are there as tensors too."""
+        total, at_hand = Memory(), 0
+        for i, layer in enumerate(DynamicCache(config=self.config).layers):
+            if type(layer) is not DynamicLayer:
+                continue
+            if self._elsewhere and self.plan.of(i).on_host:
+                total += Memory(2 * _power_of_two(prompt_tokens * self._vectors // 2))  # pinned
+                at_hand = AT_HAND * prompt_tokens * self._vectors
+            else:
+                total += self._near(prompt_tokens * self._vectors)
         return total + Memory(0, at_hand)
 
     def workspace(self) -> int:
@@ -172,10 +189,9 @@ def there_is(
 
 def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: int) -> int:
     """Sequences with prompts of their own that fit at the same time; 0: not even one."""
-    one = needs.of(prompt_tokens, new_tokens)
-    fitting: Sequence[int] = [
-        have // need for have, need in ((there.host, one.host), (there.device, one.device)) if need
-    ]
+    one, reading = needs.of(prompt_tokens, new_tokens), needs.reading(prompt_tokens)
+    kinds = (there.host, reading.host, one.host), (there.device, reading.device, one.device)
+    fitting = [max(0, have - once) // each for have, once, each in kinds if each]
     return min(fitting, default=0)
 
 

@@ -1,12 +1,14 @@
 """Scheduler: which request's prompt is read next, and which sequences get a token.
 
 Requests wait in the order they came. One is let in when its memory, as estimated, fits beside
-what the others may come to need, and the batch has room for its sequences.
+what the others may come to need, and the batch has room for its sequences. One prompt is read at a
+time: what only that takes counts once.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import reduce
 
 from magicpig.engine.memory import Memory
 from magicpig.engine.sequence import Request, Sequence
@@ -23,9 +25,10 @@ class Scheduler:
         self._let_in: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
+        memory = request.needed + request.reading
         for name, needed, there in (
-            ("", request.needed.host, self.budget.host),
-            ("of the GPU's memory ", request.needed.device, self.budget.device),
+            ("", memory.host, self.budget.host),
+            ("of the GPU's memory ", memory.device, self.budget.device),
         ):
             if needed > there:
                 raise MemoryError(
@@ -46,6 +49,7 @@ class Scheduler:
             return None
         request, let_in = self.waiting[0], self._let_in.values()
         memory = sum((other.needed for other in let_in), request.needed)
+        memory += reduce(Memory.most, (other.reading for other in let_in), request.reading)
         sequences = sum(other.params.n for other in let_in) + request.params.n
         if let_in and (not memory.fits(self.budget) or sequences > self.max_sequences):
             return None

@@ -46,7 +46,7 @@ class Event:
 class Request:
     """A prompt and what is wanted of it.
 
-    needed: the memory it may come to need.
+    needed: the memory it may come to need. reading: beside that, while its prompt is read.
     known: keys and values of the prompt's first tokens, read before.
     keep_prompt: whether `prompt` is to hold the prompt's keys and values once it is read.
     """
@@ -55,6 +55,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     needed: Memory = field(default_factory=Memory)
+    reading: Memory = field(default_factory=Memory)
     known: SequenceKV | None = None
     keep_prompt: bool = False
     prompt: SequenceKV | None = None
