@@ -75,9 +75,9 @@ struct alignas(64) Slot {
 
 class Pool {
  public:
-  explicit Pool(size_t num_threads) : size_(num_threads) {
+  explicit Pool(size_t num_threads) : size_(num_threads), active_(num_threads - 1) {
     try {
-      for (size_t i = 1; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
+      for (size_t i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { run(i - 1); });
     } catch (const std::system_error& error) {
       stop();
       throw std::runtime_error("could not start " + std::to_string(num_threads) + " threads (" + error.what() +
@@ -87,6 +87,13 @@ class Pool {
   ~Pool() { stop(); }
 
   size_t size() const { return size_; }
+
+  void rest(size_t count) {
+    const size_t active = size_ - 1 - std::min(count, size_ - 1);
+    if (active_.exchange(active) == active) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    rested_.notify_all();
+  }
 
   void parallel_for(size_t count, TaskRef task) {
     Job job(count, task);
@@ -116,8 +123,13 @@ class Pool {
     wake_.notify_all();
   }
 
-  void run() {
+  void run(size_t number) {
     for (size_t seen = 0; !stopping_;) {
+      if (number >= active_) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        rested_.wait(lock, [&] { return stopping_ || number < active_; });
+        continue;
+      }
       const size_t now = calls_;
       for (Slot& slot : slots_) slot.help();
       if (now != seen) {
@@ -135,7 +147,11 @@ class Pool {
   }
 
   void stop() {
-    stopping_ = true;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      rested_.notify_all();
+    }
     announce();
     for (std::thread& thread : threads_) thread.join();
   }
@@ -143,10 +159,11 @@ class Pool {
   const size_t size_;
   Slot slots_[kSlots];
   std::atomic<size_t> calls_{0};  // how often there was something new
+  std::atomic<size_t> active_;    // workers that do not rest: those of the lowest numbers
   std::atomic<bool> stopping_{false};
   std::atomic<int> sleepers_{0};
   std::mutex mutex_;
-  std::condition_variable wake_;
+  std::condition_variable wake_, rested_;
   std::vector<std::thread> threads_;
 };
 
@@ -216,6 +233,15 @@ void parallel_for(size_t count, TaskRef task) {
   }
 }
 
+bool wait_for(const int32_t* number, int32_t value, double seconds) {
+  const Stopwatch watch;
+  for (;;) {
+    for (int i = 0; i < 1024; ++i, pause())
+      if (__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) return true;
+    if (watch.seconds() > seconds) return false;
+  }
+}
+
 size_t num_threads() {
   std::lock_guard<std::mutex> lock(current->mutex);
   return chosen_num_threads();
@@ -229,5 +255,7 @@ void set_num_threads(size_t count) {
   current->num_threads = count;
   current->pool.swap(replacement);  // the old pool's threads end when its last caller returns
 }
+
+void rest_threads(size_t count) { pool()->rest(count); }
 
 }  // namespace magicpig

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -42,8 +43,14 @@ void wait_until(const F& done) {
   for (int spins = 0; !done(); ++spins) spins < 4096 ? pause() : std::this_thread::yield();
 }
 
+// For a number that another device writes: whether it became `value` within so many seconds.
+bool wait_for(const int32_t* number, int32_t value, double seconds);
+
 // Threads that work on a call, the caller's included. At first: the CPUs this process may use, or MAGICPIG_NUM_THREADS.
 size_t num_threads();
 void set_num_threads(size_t count);  // std::invalid_argument unless 1 <= count <= 1024
+
+// So many of the pool's threads leave their cores to others, until it is called again; callers never rest.
+void rest_threads(size_t count);
 
 }  // namespace magicpig

@@ -3,11 +3,12 @@
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 import magicpig
-from magicpig import LayerKV, LSHConfig, ScanConfig
+from magicpig import LayerKV, LSHConfig, ScanConfig, _native
 from tests.processes import run_python
 
 INDEXES = [LSHConfig(4, 30, exact_below=0), ScanConfig(budget=0.05, exact_below=0)]
@@ -138,3 +139,31 @@ def test_import_starts_no_threads_and_reads_no_environment():
 def test_the_default_is_every_cpu_of_this_process():
     result = run_python("import magicpig; print(magicpig.num_threads())", MAGICPIG_NUM_THREADS="")
     assert int(result.stdout) == len(os.sched_getaffinity(0))
+
+
+def test_threads_that_rest_come_back():
+    before = magicpig.num_threads()
+    kv = LayerKV(4, 2, 16)
+    kv.append(*torch.randn(2, 2, 5000, 16))
+    queries = torch.randn(4, 16)
+    expected, _ = kv.attend(queries)
+    try:
+        for count in (4, 1, 3):
+            magicpig.set_num_threads(count)
+            for resting in (1, 0, 2, 100, 0):
+                _native.rest_threads(resting)
+                for _ in range(20):
+                    assert torch.equal(kv.attend(queries)[0], expected)
+            _native.rest_threads(2)  # and a pool may end while some rest
+    finally:
+        magicpig.set_num_threads(before)
+
+
+def test_waiting_for_a_number():
+    number = np.zeros(1, np.int32)
+    assert _native.wait_for(number, 0, 1.0)
+    assert not _native.wait_for(number, 1, 0.01)
+    threading.Timer(0.05, lambda: number.__setitem__(0, 1)).start()
+    assert _native.wait_for(number, 1, 10.0)
+    with pytest.raises(ValueError, match="empty"):
+        _native.wait_for(np.zeros(0, np.int32), 1, 0.0)

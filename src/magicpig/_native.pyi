@@ -89,6 +89,16 @@ def num_threads() -> int: ...
 
 def set_num_threads(count: int) -> None: ...
 
+def rest_threads(count: int) -> None:
+    """
+    So many of the pool's threads leave their cores to others, until it is called again.
+    """
+
+def wait_for(number: Annotated[torch.Tensor, dict(dtype='int32', shape=(None,), order='C', device='cpu', writable=False)], value: int, seconds: float) -> bool:
+    """
+    Waits until another device has written the value to number[0]; False where that takes longer than `seconds`.
+    """
+
 def exp(x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu')]) -> None:
     """The kernels' exponential, for tests."""
 

@@ -145,11 +145,14 @@ def _threshold(logs, sizes, thresholds, totals, heads, ROOM: tl.constexpr):
     peak = tl.max(own, 0)
     weights = tl.exp(own - peak)
     threshold = tl.sum(weights, 0) / tl.maximum(rows, 1e-3)
-    for _ in range(24):  # weights above it count as one each: without them it falls
+    number, before = 0.0, -1.0
+    while number > before:  # weights above it count as one each: without them it falls
+        before = number
         above = weights > threshold
         light = tl.sum(tl.where(above, 0.0, weights), 0)
-        left = rows - tl.sum(above.to(tl.float32), 0)
-        threshold = tl.minimum(threshold, tl.maximum(light / tl.maximum(left, 1e-3), 1e-37))
+        number = tl.sum(above.to(tl.float32), 0)
+        next_one = tl.maximum(light / tl.maximum(rows - number, 1e-3), 1e-37)
+        threshold = tl.minimum(threshold, next_one)
     tl.store(thresholds + head, tl.where(rows > 0, peak + tl.log(threshold), -1e30))
     tl.store(totals + head, 0)
 
@@ -281,7 +284,7 @@ class Drawing:
             self.logs, table.sizes, self.thresholds, totals, self.heads,
             ROOM=self.logs.shape[1], num_warps=8,
         )  # fmt: skip
-        _draw[64 * self.batch, self.kv_heads](
+        _draw[128 * self.batch, self.kv_heads](
             table.segments, table.items, table.numbers[1:], *asked, self.hashes, self.thresholds,
             ids, log_probability, starts, counts, totals, self.room, self.pieces, scale,
             PIECE=PIECE, **same,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 8  # sizes of batches with graphs
 FIRST_STEPS = 1  # of a batch's size that are not recorded: most sizes are not seen again
-ROOMIER = 5  # quarters of a context's length that buffers have room for
+ROOMIER = 9  # eighths of a context's length that buffers have room for
 
 
 class StepGraphs:
@@ -47,7 +47,7 @@ class StepGraphs:
         self._trays: dict[object, Tray] = {}
         self._scans: dict[object, DeviceScan] = {}
         self.tokens = (
-            ROOMIER * max(kv.num_tokens for kv in kvs) // 4 + 4096
+            ROOMIER * max(kv.num_tokens for kv in kvs) // 8 + 1024
         )  # that there is room for
         self._pool = torch.cuda.graph_pool_handle()
         self._sent = torch.zeros(2, self.batch, 1, dtype=torch.int64, pin_memory=True)
@@ -56,6 +56,7 @@ class StepGraphs:
         self._host_table = torch.zeros(lines, dtype=torch.int64, pin_memory=True)
         self._table = torch.zeros(lines, dtype=torch.int64, device=device)
         self.has_news = False  # in the host's table
+        self._runs = False
         self.attentions = [attention_of(self, i, like) for i, like in enumerate(kvs[0].layers)]
         layers: list[Any] = [
             _RecordedLayer(attention, like)
@@ -121,6 +122,10 @@ class StepGraphs:
 
     def run(self, kvs: Sequence[SequenceKV], token_ids: Sequence[int]) -> Tensor:
         """Logits [batch, vocab]."""
+        if self._runs:  # the last one did not come to its end
+            for tray in self._trays.values():
+                tray.forget()
+        self._runs = True
         columns = list(zip(*(kv.layers for kv in kvs), strict=True))
         for attention, layers in zip(self.attentions, columns, strict=True):
             attention.prepare(layers)
@@ -139,6 +144,7 @@ class StepGraphs:
             done = following.between(columns[following.number]) if following else None
         for attention, layers in zip(self.attentions, columns, strict=True):
             attention.finish(layers)
+        self._runs = False
         return self._logits.clone()
 
 

@@ -151,6 +151,7 @@ class ExchangedAttention(SeatedAttention):
         self._scoring = scale, softcap
         self.tray.ask(queries)
         self._draw(queries, scale)
+        self.tray.sent()
         self.graphs.cut(self)
         near = self._near(queries, keys, values, scale, softcap)
         self._window = self.graphs.cut(None)
@@ -158,7 +159,6 @@ class ExchangedAttention(SeatedAttention):
         return self.tray.answer(queries, self.line)
 
     def between(self, layers: Sequence[HybridLayer]) -> Done:
-        self.tray.sent()
         with trace.device_span("window", batch=len(layers)):
             self._window.replay()
         self._seats.advance(there=True)

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from magicpig import trace
+from magicpig import _native, trace
 from magicpig.attention.exact import torch_has_tiles
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.plan import Plan
@@ -113,6 +113,11 @@ def check_supported(config: PreTrainedConfig) -> None:
     _, dim = heads_of(config)
     if dim % 8 or not 8 <= dim <= 256:
         raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
+
+
+def _resting() -> int:
+    """Threads of the native core whose cores two halves need, to launch what the GPU does."""
+    return min(2, _native.num_threads() // 4)
 
 
 def _link(layers: Sequence[Any]) -> None:
@@ -258,7 +263,9 @@ class Runner:
             return torch.cat([self.decode([kv], [token]) for kv, token in pairs])
 
         with self._there(), trace.span("decode", batch=len(kvs)):
-            if self.halves is None or len(kvs) == 1:
+            halved = self.halves is not None and len(kvs) > 1
+            _native.rest_threads(_resting() if halved else 0)
+            if self.halves is None or not halved:
                 return self._part(0, kvs, token_ids)()
             middle = -(-len(kvs) // 2)
             return self.halves.run(

@@ -66,7 +66,7 @@ class DeviceScan:
         self.batch, self.config, self.tokens, self.device = batch, scan, tokens, shape.device
         self.pieces = -(-tokens // PIECE) + SEGMENTS
         most = max(scan.budget * tokens, scan.min_rows)
-        self.room = tokens if most >= tokens else min(tokens, int(1.5 * most) + 256)
+        self.room = tokens if most >= tokens else min(tokens, int(1.3 * most) + 256)
         rotation = reference.rotation(scan, shape.head_dim)[:, : shape.head_dim].float()
         line = 32 // scan.bits_per_dim
         rotation = torch.nn.functional.pad(rotation, (0, 0, 0, -len(rotation) % line))

@@ -64,6 +64,7 @@ class HybridLayer(NativeLayer):
             first, queries = layers[0], queries.contiguous()
             tray = tray_for(len(layers), first.shape, first.far.index)
             if not first.span:
+                tray.begin()
                 tray.ask(queries)
                 tray.sent()
             _attend_near(layers, tray, queries, keys, values, Scoring(scale, softcap))

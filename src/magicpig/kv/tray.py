@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from magicpig import _native
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.merge import merge
 from magicpig.config import IndexConfig, LSHConfig
@@ -16,6 +17,7 @@ from magicpig.kv.base import LayerShape
 from magicpig.kv.device_index import MAX_NORM, directions_of
 
 MOST_KEPT = 16  # of trays, by a thread
+PATIENCE = 10.0  # seconds, before a device is asked what is the matter
 
 
 class Tray:
@@ -59,7 +61,11 @@ class Tray:
         self.rows: Any = np.zeros((batch, heads), np.int64)
         self.visited: Any = np.zeros((batch, heads), np.int64)
         self.predicted: Any = np.zeros((batch, heads), np.float32)
-        self._arrival: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self._last_ticket = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._seen: Any = self._last_ticket.numpy()
+        self._expected = 0
+        self._open = False
 
     def ask(self, queries: Tensor) -> None:
         """Sends queries [batch, heads, dim], and their hashes; zeros for those that are not finite
@@ -76,14 +82,29 @@ class Tray:
         if self._signs is not None and self._directions is not None:
             self._signs.copy_(_packed_signs(queries, self._directions), non_blocking=True)
 
+    def begin(self) -> None:
+        """Before a step that is not recorded."""
+        if self._open:
+            self.forget()
+        self._open = True
+
     def sent(self) -> None:
-        """Marks, behind `ask` in the device's stream, the moment when all has arrived."""
-        if self._arrival is not None:
-            self._arrival.record()
+        """Behind all that is asked, in the device's stream: its arrival shows by a new number."""
+        self._ticket += 1
+        self._last_ticket.copy_(self._ticket, non_blocking=True)
 
     def wait(self) -> None:
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        """For what was sent once more."""
+        self._expected += 1
+        while not _native.wait_for(self._seen, self._expected, PATIENCE):
+            torch.cuda.current_stream(self._ticket.device).synchronize()  # raises what went wrong
+        self._open = False
+
+    def forget(self) -> None:
+        """After a step that did not come to its end."""
+        if self._ticket.is_cuda:
+            torch.cuda.current_stream(self._ticket.device).synchronize()
+        self._expected = int(self._seen[0])
 
     def answer(self, queries: Tensor, advanced: Tensor | None = None) -> Tensor:
         """Both parts merged, in the queries' dtype; NaN for those that were not fine.
