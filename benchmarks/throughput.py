@@ -6,21 +6,29 @@
 
 Weights are random, and so are keys and values, made on the device; every sequence has its own. Of
 such keys lsh reads about half as many as of real ones (docs/log.md). Steps are timed as the engine
-runs them, token ids rotate, and the first steps do not count. "CPU busy": thread-seconds of
-attention over far contexts, of all that the threads had. "of roof": bytes of rows, codes and
-buckets per second, of streamed reads. On a CPU weights are float32.
+runs them, token ids rotate, and the first steps do not count. A batch is measured once and counts
+for all budgets that it fits into, as the engine computes it; measured memory is checked against
+them. On a CPU weights are float32.
+
+"CPU busy": the share of a step in which far contexts are attended to; "threads": of what all
+threads have in that step, those at work on it. "GPU busy": the share in which it has something to
+do. Both from the trace of one step. "of roof": bytes of rows, codes and buckets that the CPU reads,
+per second, of streamed reads.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from machine import hardware
@@ -29,10 +37,18 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import magicpig
-from magicpig import WindowConfig, _native
+from magicpig import WindowConfig, _native, trace
 from magicpig.attention.plan import make_plan
 from magicpig.cli.inputs import length_list
-from magicpig.engine.memory import Memory, heads_of, largest_batch, parse_bytes, there_is
+from magicpig.config import draws_on_gpus
+from magicpig.engine.memory import (
+    LIBRARIES,
+    Memory,
+    heads_of,
+    largest_batch,
+    parse_bytes,
+    there_is,
+)
 from magicpig.engine.runner import Runner
 from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.base import LayerShape
@@ -42,22 +58,28 @@ from magicpig.planning.geometry import config_of
 
 SYSTEMS = ("full", "kv-stream", "cpu-dense", "lsh:10:150", "lsh:10:170", "scan:2:1%")
 NEW_TOKENS = 64
+ATTENTION = ("far context", "attention")  # spans on the CPU
 WARM_UP = 3
+LEAST_STEPS = 5
 console = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured; None where it does not apply or did not fit."""
+    """What was measured; None where it does not apply.
+
+    fits: the budgets that this batch fits into; none for a batch of 0.
+    """
 
     system: str
     context: int
-    budget: str
     batch: int
-    largest_batch: int
+    fits: list[str]
     ms_per_step: float | None = None
     tokens_per_second: float | None = None
     cpu_busy: float | None = None
+    threads_busy: float | None = None
+    gpu_busy: float | None = None
     host_gb_per_second: float | None = None
     of_roof: float | None = None
     keys_read: float | None = None
@@ -109,74 +131,121 @@ class Bench:
             layers.append(layer)
         return SequenceKV(layers, tokens)
 
+    def largest(self, runner: Runner, context: int, budgets: list[str]) -> dict[str, int]:
+        """The largest batch for each budget."""
+        found = {}
+        for budget in budgets:
+            limit = None if budget == "none" else budget
+            try:
+                there = there_is(runner.needs, self.weights, None, limit)
+            except ValueError:
+                there = Memory()
+            found[budget] = largest_batch(runner.needs, there, context, NEW_TOKENS)
+        if self.device.type == "cuda":  # limits are checked below, not enforced
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return found
+
     def points(
-        self, system: str, context: int, budget: str, batches: list[int], steps: int
+        self, system: str, context: int, budgets: list[str], batches: list[int], seconds: float
     ) -> Iterator[Point]:
         """From small to large batches, as far as they fit."""
         runner = self.runner(system)
-        limit = None if budget == "none" else budget
-        try:
-            there = there_is(runner.needs, self.weights, None, limit)
-        except ValueError:
-            there = Memory()
-        largest = largest_batch(runner.needs, there, context, NEW_TOKENS)
-        sizes = sorted({n for n in batches if n < largest} | {min(largest, max(batches))})
-        if not largest:
-            yield Point(system, context, budget, 0, 0)
-            return
+        largest = self.largest(runner, context, budgets)
+        most = min(max(largest.values()), max(batches))
+        ends = {size for size in largest.values() if 0 < size <= most}
         kvs: list[SequenceKV] = []
-        for batch in sizes:
+        for batch in sorted({size for size in batches if size <= most} | ends):
             while len(kvs) < batch:
                 kvs.append(self.sequence(runner, context, len(kvs)))
-            yield self.measured(runner, kvs[:batch], context, budget, largest, steps)
+            fits = [budget for budget, size in largest.items() if batch <= size]
+            point = self.measured(runner, kvs[:batch], context, fits, seconds)
+            self.check(point)
+            yield point
+        if not most:
+            yield Point(system, context, 0, [])
+
+    def check(self, point: Point) -> None:
+        for budget in point.fits:
+            limit = float("inf") if budget == "none" else parse_bytes("budget", budget)
+            if (point.gpu_bytes or 0) + LIBRARIES > limit:
+                console.print(f"[red]{point}: more than {budget}")
 
     def measured(
         self,
         runner: Runner,
         kvs: list[SequenceKV],
         context: int,
-        budget: str,
-        largest: int,
-        steps: int,
+        fits: list[str],
+        at_least: float,
     ) -> Point:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        before = [kv.cost for kv in kvs]
-        seconds, busy = [], []
-        for step in range(WARM_UP + steps):
-            ids = [(7 * step + 13 * i) % 1000 + 10 for i in range(len(kvs))]
-            spent = thread_seconds(kvs)
+        number = itertools.count()
+
+        def step() -> float:
+            i = next(number)
+            ids = [(7 * i + 13 * j) % 1000 + 10 for j in range(len(kvs))]
             start = time.perf_counter()
             with runner.threads():
                 logits = runner.decode(kvs, ids)
                 logits.argmax(-1).tolist()  # waits for the device
                 for kv in kvs:
                     kv.settle()
-            seconds.append(time.perf_counter() - start)
-            busy.append(thread_seconds(kvs) - spent)
-        costs = [kv.cost for kv in kvs]
-        each = statistics.median(seconds[WARM_UP:])
-        moved = sum(
-            (now.row_bytes + now.search_bytes - then.row_bytes - then.search_bytes)
-            for now, then in zip(costs, before, strict=True)
-        ) / (WARM_UP + steps)
+            return time.perf_counter() - start
+
+        for _ in range(WARM_UP):
+            step()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before, spent = [kv.cost for kv in kvs], thread_seconds(kvs)
+        seconds: list[float] = []
+        while len(seconds) < LEAST_STEPS or sum(seconds) < at_least:
+            seconds.append(step())
+        each, whole = statistics.median(seconds), sum(seconds)
+        costs, working = [kv.cost for kv in kvs], thread_seconds(kvs) - spent
+        by_codes = runner.graphs and draws_on_gpus(getattr(runner.plan.method, "index", None))
+        moved = sum(now.row_bytes - then.row_bytes for now, then in zip(costs, before, strict=True))
+        if not by_codes:  # which the GPU reads
+            pairs = zip(costs, before, strict=True)
+            moved += sum(now.search_bytes - then.search_bytes for now, then in pairs)
+        cpu_busy, gpu_busy = busy(step)
         on_host = runner.plan.method.on_host
+        by_cpu = any(isinstance(layer, NativeLayer) for layer in kvs[0].attention_layers)
         rows, tokens = sum(c.rows for c in costs), sum(c.tokens for c in costs)
         return Point(
             runner.plan.method.spec,
             context,
-            budget,
             len(kvs),
-            largest,
+            fits,
             1e3 * each,
             len(kvs) / each,
-            statistics.median(busy[WARM_UP:]) / each / magicpig.num_threads() if on_host else None,
-            moved / each / 1e9 if on_host else None,
-            moved / each / self.roof if on_host else None,
+            cpu_busy if by_cpu else None,
+            working / whole / magicpig.num_threads() if by_cpu else None,
+            gpu_busy if self.device.type == "cuda" else None,
+            moved / whole / 1e9 if by_cpu else None,
+            moved / whole / self.roof if by_cpu else None,
             rows / max(tokens, 1),
             torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             sum(kv.nbytes.rows + kv.nbytes.index for kv in kvs) if on_host else 0,
         )
+
+
+def busy(step: Callable[[], float]) -> tuple[float, float]:
+    """Shares of a step in which the CPU attends, and in which the GPU works."""
+    with tempfile.TemporaryDirectory() as folder, trace.recording(Path(folder) / "step.json") as it:
+        step()
+        spans = [event for event in it.as_dict()["traceEvents"] if event["ph"] == "X"]
+    [whole] = [span["dur"] for span in spans if span["name"] == "decode"]
+    attention = [s for s in spans if s["pid"] == trace.CPU and s["name"] in ATTENTION]
+    far = covered(attention)
+    return far / whole, covered([span for span in spans if span["pid"] == trace.GPU]) / whole
+
+
+def covered(spans: list[dict[str, Any]]) -> float:
+    """Time in at least one of them."""
+    total = end = 0.0
+    for span in sorted(spans, key=lambda span: float(span["ts"])):
+        total += max(0.0, span["ts"] + span["dur"] - max(span["ts"], end))
+        end = max(end, span["ts"] + span["dur"])
+    return total
 
 
 def thread_seconds(kvs: list[SequenceKV]) -> float:
@@ -185,52 +254,85 @@ def thread_seconds(kvs: list[SequenceKV]) -> float:
     return sum(sum(layer.window.seconds) for layer in layers if isinstance(layer, NativeLayer))
 
 
+HEADER = (
+    "system,context,batch,fits,ms/step,tokens/s,CPU busy,threads,GPU busy,GB/s,of roof,keys,"
+    "GPU GB,CPU GB"
+)
+
+
+def cell(value: float | None, form: str, scale: float = 1) -> str:
+    return "" if value is None else format(scale * value, form)
+
+
+def markdown(header: str, lines: list[list[str]]) -> str:
+    names = header.split(",")
+    rule = f"|---|{'---:|' * (len(names) - 1)}"
+    return "\n".join(f"| {' | '.join(line)} |" if line else rule for line in [names, [], *lines])
+
+
 def table(points: list[Point]) -> str:
-    header = "system,context,budget,batch,of,ms/step,tokens/s,CPU busy,GB/s,of roof,keys,GPU GB"
-    lines = [f"| {' | '.join(header.split(','))} |", f"|---|{'---:|' * 11}"]
-
-    def cell(value: float | None, form: str, scale: float = 1) -> str:
-        return "" if value is None else format(scale * value, form)
-
-    for p in points:
-        cells = [
+    lines = [
+        [
             p.system,
             f"{p.context:,}",
-            p.budget,
             str(p.batch) if p.batch else "does not fit",
-            str(p.largest_batch),
+            " ".join(p.fits),
             cell(p.ms_per_step, ".1f"),
             cell(p.tokens_per_second, ".1f"),
             cell(p.cpu_busy, ".0%"),
+            cell(p.threads_busy, ".0%"),
+            cell(p.gpu_busy, ".0%"),
             cell(p.host_gb_per_second, ".1f"),
             cell(p.of_roof, ".0%"),
             cell(p.keys_read, ".2%"),
             cell(p.gpu_bytes, ".1f", 1e-9),
+            cell(p.host_bytes, ".1f", 1e-9),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for p in points
+    ]
+    return markdown(HEADER, lines)
+
+
+def best(points: list[Point], context: int, budget: str, system: str) -> Point | None:
+    own = [
+        p
+        for p in points
+        if (p.system, p.context) == (system, context) and budget in p.fits and p.tokens_per_second
+    ]
+    return max(own, key=lambda p: p.tokens_per_second or 0, default=None)
+
+
+def best_table(points: list[Point], budgets: list[str]) -> str:
+    """Tokens per second at the best batch, by context and budget."""
+    systems = list(dict.fromkeys(p.system for p in points))
+    lines = []
+    for context in dict.fromkeys(p.context for p in points):
+        for budget in budgets:
+            found = [best(points, context, budget, system) for system in systems]
+            cells = [f"{p.tokens_per_second:.1f} ({p.batch})" if p else "-" for p in found]
+            lines.append([f"{context:,}", budget, *cells])
+    return markdown(",".join(["context", "GPU memory", *systems]), lines)
 
 
 def plot(points: list[Point], path: Path) -> None:
-    """Throughput over the batch: a panel for each context and budget."""
+    """Throughput over the batch: a panel for each context."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = sorted({(p.context, p.budget) for p in points if p.batch})
-    figure, axes = pyplot.subplots(
-        1, max(1, len(panels)), figsize=(4.5 * max(1, len(panels)), 4), squeeze=False
-    )
-    for axis, (context, budget) in zip(axes[0], panels, strict=False):
-        for system in SYSTEMS:
-            own = [
-                p for p in points if (p.system, p.context, p.budget) == (system, context, budget)
-            ]
+    contexts = sorted({p.context for p in points if p.batch})
+    width = max(1, len(contexts))
+    figure, axes = pyplot.subplots(1, width, figsize=(4.8 * width, 4), squeeze=False)
+    for axis, context in zip(axes[0], contexts, strict=False):
+        for system in dict.fromkeys(p.system for p in points):
+            own = [p for p in points if (p.system, p.context) == (system, context)]
             shown = [(p.batch, p.tokens_per_second) for p in own if p.tokens_per_second]
             if shown:
                 axis.plot(*zip(*shown, strict=True), marker="o", label=system)
-        axis.set(title=f"{context:,} tokens, {budget}", xlabel="batch", ylabel="tokens/s")
+        axis.set(title=f"{context:,} tokens", xlabel="batch", ylabel="tokens/s")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -246,37 +348,43 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=["24GiB", "40GiB", "48GiB", "none"])
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of steps of each batch, or more"
+    )
+    parser.add_argument("--stop-after", type=float, help="seconds, after which nothing is begun")
     parser.add_argument("--quick", action="store_true", help="96k, 24GiB, batches 1 and 4")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if args.quick:
-        args.contexts, args.budgets, args.batches, args.steps = "96k", ["24GiB"], [1, 4], 6
+        args.contexts, args.budgets, args.batches = "96k", ["24GiB"], [1, 4]
     for budget in args.budgets:
         if budget != "none":
             parse_bytes("--budgets", budget)
+    start = time.perf_counter()
     print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
     if args.device == "cuda":
         print(f", {torch.cuda.get_device_name()}", end="")
     bench = Bench(args.model, args.device)
     print(f", streamed read {bench.roof / 1e9:.1f} GB/s; {args.model}\n")
     points: list[Point] = []
-    wanted = [
-        (context, budget, system)
-        for context in length_list(args.contexts)
-        for budget in args.budgets
-        for system in args.systems
-    ]
-    for context, budget, system in track(wanted, "systems", console=console):
-        for point in bench.points(system, context, budget, args.batches, args.steps):
+    wanted = [(c, s) for c in length_list(args.contexts) for s in args.systems]
+    for context, system in track(wanted, "systems", console=console):
+        for point in bench.points(system, context, args.budgets, args.batches, args.seconds):
             points.append(point)
             if args.json:
                 args.json.write_text(json.dumps([asdict(p) for p in points], indent=1))
+            if args.stop_after and time.perf_counter() - start > args.stop_after:
+                break
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
+        if args.stop_after and time.perf_counter() - start > args.stop_after:
+            console.print(f"stopped after {args.stop_after:.0f} s, at {system}, {context:,} tokens")
+            break
     print(table(points))
+    print()
+    print(best_table(points, args.budgets))
     if args.plot:
         plot(points, args.plot)
 

@@ -51,6 +51,23 @@ void append(LayerKV& kv, const Array& keys, const Array& values) {
   kv.append(key_view, value_view, count);
 }
 
+// One segment, whose keys another device has hashed.
+void append_hashed(LayerKV& kv, const Array& keys, const Array& values, const In<uint16_t, 3>& signs) {
+  const Geometry& geometry = kv.geometry();
+  const TensorView key_view = view(keys, geometry, "keys"), value_view = view(values, geometry, "values");
+  const size_t count = keys.shape(1);
+  if (values.shape(1) != count) refuse("values must have as many tokens as keys");
+  if (!geometry.lsh || count < 1 || count > Segment::kMaxTokens)
+    refuse("a segment of hash tables has from 1 to 65,536 tokens");
+  if (signs.shape(0) != geometry.num_kv_heads || signs.shape(1) != geometry.lsh->num_groups || signs.shape(2) != count)
+    refuse("signs must have shape [num_kv_heads, projections / 16, tokens]");
+  nb::gil_scoped_release release;
+  const auto segment =
+      std::make_shared<Segment>(geometry, Source{{}, key_view, value_view}, 0, static_cast<uint32_t>(count));
+  segment->build_index(geometry, signs.data());
+  kv.adopt(segment);
+}
+
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteView = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>;
 
@@ -273,6 +290,9 @@ NB_MODULE(_native, m) {
           "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "scan"_a.none(), "exact_below"_a)
       .def("append", &append, "keys"_a.noconvert(), "values"_a.noconvert())
       .def("fork", &LayerKV::fork)
+      .def("append_hashed", &append_hashed, "keys"_a.noconvert(), "values"_a.noconvert(), "signs"_a.noconvert(),
+           "Adds a segment. signs: of its centred keys' projections [num_kv_heads, projections / 16, tokens], sixteen "
+           "to a number.")
       .def("read", &read, "first"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
            "Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].")
       .def("adopt", &adopt, "num_tokens"_a, "rows"_a.noconvert(), "tables"_a.noconvert(),

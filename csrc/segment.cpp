@@ -64,11 +64,11 @@ Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer i
     index_ = std::make_unique<Codes>(geometry.scan, geometry.type, num_kv_heads_, count, std::move(index));
 }
 
-void Segment::build_index(const Geometry& geometry) {
+void Segment::build_index(const Geometry& geometry, const uint16_t* signs) {
   if (!geometry.indexed() || num_tokens_ < geometry.exact_below) return;
   const Kernels& k = kernels();
   if (geometry.lsh)
-    index_ = std::make_unique<Tables>(k, geometry.lsh, geometry.type, num_kv_heads_, num_tokens_, rows_.data());
+    index_ = std::make_unique<Tables>(k, geometry.lsh, geometry.type, num_kv_heads_, num_tokens_, rows_.data(), signs);
   else
     index_ = std::make_unique<Codes>(k, geometry.scan, geometry.type, num_kv_heads_, num_tokens_, rows_.data());
 }

@@ -41,8 +41,8 @@ class Segment {
   // std::invalid_argument for a wrong size and for an index that reaches outside.
   Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer index);
 
-  // Called once, before anyone else sees the segment.
-  void build_index(const Geometry& geometry);
+  // Called once, before anyone else sees the segment. signs: see Tables.
+  void build_index(const Geometry& geometry, const uint16_t* signs = nullptr);
 
   uint32_t num_tokens() const { return num_tokens_; }
   Run run() const { return {rows_.data(), size_t{num_tokens_} * row_bytes_, num_tokens_, index_.get()}; }

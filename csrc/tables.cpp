@@ -66,9 +66,9 @@ void Tables::find_keys_at_mean(uint32_t kv_head) {
 }
 
 Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
-               uint32_t num_tokens, const char* rows)
+               uint32_t num_tokens, const char* rows, const uint16_t* signs)
     : Tables(std::move(lsh), type, num_kv_heads, num_tokens) {
-  const size_t bit_bytes = size_t{lsh_->num_groups} * num_tokens * sizeof(uint16_t);
+  const size_t num_words = size_t{lsh_->num_groups} * num_tokens, bit_bytes = signs ? 0 : num_words * sizeof(uint16_t);
   require_memory(num_kv_heads * head_bytes_ + bit_bytes);
   memory_ = Buffer(num_kv_heads * head_bytes_);
   Buffer bit_memory(bit_bytes);
@@ -87,13 +87,15 @@ Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType t
       float* centred = scratch.data() + (kHashChunk + 8) * dim;
       kernels.centre[type](keys + first * row_bytes_, count, dim, mean(head), tolerance, centred,
                            inv_norms(head) + first);
+      if (signs) return;
       kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens,
                    scratch.data());
     });
     find_keys_at_mean(head);
     code_seconds_ += hashing.seconds();
     const Stopwatch sorting;
-    parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(bits, head, static_cast<uint32_t>(table)); });
+    const uint16_t* found = signs ? signs + head * num_words : bits;
+    parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(found, head, static_cast<uint32_t>(table)); });
     sort_seconds_ += sorting.seconds();
   }
 }

@@ -12,9 +12,10 @@ namespace magicpig {
 
 class Tables : public Index {
  public:
-  // rows: [num_kv_heads, num_tokens, 2 * dim].
+  // rows: [num_kv_heads, num_tokens, 2 * dim]. signs: of the centred keys' projections, [num_kv_heads, num_groups,
+  // num_tokens], where another device has found them; null: found here.
   Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
-         uint32_t num_tokens, const char* rows);
+         uint32_t num_tokens, const char* rows, const uint16_t* signs);
 
   // The tables of a segment that was saved: `memory` as another's memory() had it. std::invalid_argument unless its
   // size is right and everything in it stays within the segment.

@@ -12,7 +12,7 @@ from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
 from magicpig.evals.harness import Harness
 from magicpig.kv import hybrid_layer
-from magicpig.kv.device_index import append_from_device
+from magicpig.kv.device_index import append_from
 from magicpig.models import LoadedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -119,7 +119,7 @@ def test_an_index_made_on_the_gpu_draws_the_same():
     values = torch.randn(2, 20000, 64).bfloat16()
     here, there = (LayerKV(6, 2, 64, LSHConfig()) for _ in range(2))
     here.append(keys, values)
-    append_from_device(there, keys.cuda(), values.cuda())
+    append_from(torch.device("cuda"), there, keys.cuda(), values.cuda())
     query = torch.randn(6, 64)
     for ours, theirs in zip(here.sample(query)[0], there.sample(query)[0], strict=True):
         differing = set(ours.tolist()) ^ set(theirs.tolist())

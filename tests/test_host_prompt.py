@@ -5,7 +5,9 @@ import torch
 from zoo import loaded
 
 from magicpig import LLM, SamplingParams, WindowConfig
+from magicpig.hf import cache
 from magicpig.kv.host_prompt import HostPrompt
+from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.prompt import Prompt
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -82,3 +84,49 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
         runner.prefill(prefill)
     assert max(most) <= 2
     assert len(most) > 4
+
+
+@pytest.mark.parametrize("method", ["scan:2:100%", "cpu-dense", "lsh:4:12"])
+@pytest.mark.parametrize("length", [40, 90, 200])
+def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
+    """All tokens are there, and in order, whenever the first ones were indexed."""
+    for name in ("lsh", "scan", "cpu_dense"):
+        monkeypatch.setattr(f"magicpig.attention.{name}.new_layer", HybridLayer)
+    monkeypatch.setattr(cache, "EARLY_TOKENS", 32)
+    prompt = [i * 7 % 200 + 3 for i in range(length)]
+    found, built = [], []
+    build = HybridLayer.build_early
+    monkeypatch.setattr(
+        HybridLayer, "build_early", lambda *args: built.append(args) or build(*args)
+    )
+    for there in (False, True):
+        llm = llm_for("llama", method, there)
+        request = llm.engine.add(prompt, PARAMS, keep_prompt=True)
+        while llm.engine.has_work:
+            llm.engine.step()
+        found.append(request)
+    plain, early = (request.prompt for request in found)
+    layers = 4 if method == "cpu-dense" else 2  # two are dense
+    assert len(built) == layers * ((length - 4 - 8) // 32)
+    for one, other in zip(plain.layers, early.layers, strict=True):
+        assert one.num_tokens == other.num_tokens == length
+        for mine, theirs in zip(one.read(), other.read(), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    if method != "lsh:4:12":
+        tokens = [request.sequences[0].token_ids for request in found]
+        assert tokens[0] == tokens[1]
+
+
+def test_a_segment_that_fails_ends_its_request(monkeypatch):
+    monkeypatch.setattr("magicpig.attention.scan.new_layer", HybridLayer)
+    monkeypatch.setattr(cache, "EARLY_TOKENS", 32)
+    llm = llm_for("llama", "scan:2:20%", True)
+
+    def fails(*_):
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HybridLayer, "_build", fails)
+        with pytest.raises(MemoryError, match="no more"):
+            llm.generate([5] * 150, PARAMS)
+    assert llm.generate([5] * 150, PARAMS)

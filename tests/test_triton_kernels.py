@@ -5,12 +5,11 @@ import os
 import pytest
 import torch
 
-from magicpig import LSHConfig
+from magicpig import LSHConfig, reference
 from magicpig.attention.mass import attention_mass
 from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
-from magicpig.kv.device_index import directions_of
-from magicpig.kv.tray import _packed_signs
+from magicpig.kv.device_index import hashed
 from magicpig.nn.twins import ACTIVATIONS
 
 CUDA = torch.cuda.is_available()
@@ -79,10 +78,11 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     asked = torch.full(sizes, 7.0, dtype=dtype, pin_memory=CUDA)
     exchange_on_gpu.ask(there, asked)
     lsh = LSHConfig(5, 30)
-    directions = directions_of(lsh, dim, DEVICE)
-    directions = directions if CUDA else directions.float()  # which the interpreter can multiply
+    exact = reference.projection(lsh, dim)
+    directions = exact.to(DEVICE, torch.bfloat16 if CUDA else torch.float32)  # as it can multiply
     words = torch.full((10, batch * heads), 7, dtype=torch.int16, pin_memory=CUDA)
-    exchange_on_gpu.hash_signs(there, exchange_on_gpu.padded(directions), 150, words)
+    flat = there.flatten(0, 1)
+    exchange_on_gpu.hash_signs(flat, exchange_on_gpu.padded(directions), 150, words)
     near = [torch.randn(sizes).to(DEVICE), torch.randn(batch, heads).to(DEVICE)]
     far = torch.randn(sizes), torch.randn(batch, heads)
     far[1][0, 0] = -torch.inf
@@ -94,7 +94,7 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     assert lengths.tolist() == [6] * batch
     alone = exchange_on_gpu.answer(there, near, None).cpu()
     assert torch.equal(asked, torch.where(fine[..., None], queries, 0.0))
-    expected = _packed_signs(torch.where(fine[..., None], queries, 0.0), directions.cpu())
+    expected = hashed(torch.where(fine[..., None], queries, 0.0).flatten(0, 1), exact, 150)
     differing = (words[:, fine.flatten()] ^ expected[:, fine.flatten()]).int() & 0xFFFF
     flipped = sum(bin(word).count("1") for word in differing.flatten().tolist())
     assert flipped <= 0.002 * fine.sum() * 150  # where a projection is all but zero

@@ -24,6 +24,11 @@ class LayerKV:
 
     def fork(self) -> LayerKV: ...
 
+    def append_hashed(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)], signs: Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Adds a segment. signs: of its centred keys' projections [num_kv_heads, projections / 16, tokens], sixteen to a number.
+        """
+
     def read(self, first: int, keys: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')], values: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')]) -> None:
         """
         Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].

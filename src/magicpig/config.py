@@ -6,7 +6,7 @@ A bad value or an unknown field is a ``ValueError`` that names the field and the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -140,3 +140,11 @@ class ScanConfig(Strict):
 
 
 IndexConfig = LSHConfig | ScanConfig
+
+
+def draws_on_gpus(index: IndexConfig | None) -> TypeGuard[ScanConfig]:
+    """Whether an index is one of codes by which a GPU can draw, given Triton.
+
+    Errors are predicted with what windows add to the output: by the CPU.
+    """
+    return isinstance(index, ScanConfig) and index.target_error is None

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from magicpig.kv.device_index import MAX_NORM
-
 COLUMNS = 128  # of the projection, at once
-MOST = tl.constexpr(MAX_NORM * MAX_NORM)
+MOST = tl.constexpr(1e36)  # a squared norm: the native core takes no larger vectors
 
 
 @triton.jit
@@ -94,17 +92,17 @@ def padded(directions: Tensor) -> Tensor:
     return torch.nn.functional.pad(directions, (0, -directions.shape[1] % COLUMNS)).contiguous()
 
 
-def hash_signs(queries: Tensor, directions: Tensor, columns: int, signs: Tensor) -> None:
-    """Signs of projections of queries [batch, heads, dim], as the native core wants them.
+def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor) -> None:
+    """Signs of projections of vectors [n, dim], as the native core wants them.
 
     directions: [dim, columns], padded, in values that bfloat16 holds.
-    signs: int16 [columns / 16, batch * heads], in host memory.
+    signs: int16 [columns / 16, n], in the memory of the host or of the device.
     """
     dim, stride = directions.shape
-    count = queries.shape[0] * queries.shape[1]
+    count = len(vectors)
     grid = triton.cdiv(count, 16), triton.cdiv(columns, COLUMNS)
     _signs[grid](
-        queries,
+        vectors,
         directions,
         signs,
         count,

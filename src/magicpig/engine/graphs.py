@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from magicpig import trace
+from magicpig.config import draws_on_gpus
 from magicpig.hf.cache import TaggedLayer, begin_pass
 from magicpig.kv.base import SequenceLayer
 from magicpig.kv.hybrid_layer import HybridLayer
@@ -113,10 +114,10 @@ class StepGraphs:
 
     def scan_for(self, like: HybridLayer) -> DeviceScan:
         """Layers of a kind share one."""
-        from magicpig.kv.device_scan import DeviceScan, draws_there
+        from magicpig.kv.device_scan import DeviceScan
 
         index = like.far.index
-        if like.kind not in self._scans and draws_there(index):
+        if like.kind not in self._scans and draws_on_gpus(index):
             self._scans[like.kind] = DeviceScan(self.batch, like.shape, index, self.tokens)
         return self._scans[like.kind]
 

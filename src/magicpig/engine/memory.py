@@ -18,7 +18,7 @@ from magicpig.attention.kv_stream import KvStream
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import Plan
 from magicpig.attention.scan import Scan
-from magicpig.config import WindowConfig
+from magicpig.config import WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
 from magicpig.kv.seats import ROOM
 
@@ -97,8 +97,8 @@ class Needs:
             elif not method.on_host:
                 # Most methods want far contexts side by side, beside those of their sequences.
                 total += Memory(0, rows + index + (0 if isinstance(method, Full) else rows))
-            elif isinstance(method, Scan) and method.target_error is None:
-                total += Memory(rows + index, index)  # draws there
+            elif isinstance(method, Scan) and draws_on_gpus(method.index):
+                total += Memory(rows + index, index)
             else:
                 total += Memory(rows + index)
         if isinstance(self.plan.method, KvStream) and self._elsewhere:

@@ -18,8 +18,9 @@ from magicpig.attention import exchange_on_gpu, whole_on_gpu, window_on_gpu
 from magicpig.attention.full import Full
 from magicpig.attention.tensor_method import spend_on_step
 from magicpig.attention.whole import spend_on_all
+from magicpig.config import draws_on_gpus
 from magicpig.kv.base import SequenceLayer
-from magicpig.kv.device_scan import DeviceCodes, draws_there
+from magicpig.kv.device_scan import DeviceCodes
 from magicpig.kv.hybrid_layer import HybridLayer, attend_far, count_windows
 from magicpig.kv.seats import Seats, Sitter, together
 from magicpig.kv.sequence import step
@@ -54,7 +55,8 @@ class Attention:
 
     def between(self, layers: Sequence[Any]) -> Done:
         """In a step, where `record` cut the graphs."""
-        self._out.copy_(step(layers, *self._tensors, *self._scoring))
+        with trace.device_span("attention", batch=len(layers)):
+            self._out.copy_(step(layers, *self._tensors, *self._scoring))
         return None
 
     def finish(self, layers: Sequence[Any]) -> None:
@@ -208,7 +210,7 @@ def attention_of(graphs: StepGraphs, number: int, like: SequenceLayer) -> Attent
     if isinstance(like, HybridLayer):
         if like.span:
             return SeatedAttention(graphs, number, like)
-        kind = ScannedAttention if draws_there(like.far.index) else ExchangedAttention
+        kind = ScannedAttention if draws_on_gpus(like.far.index) else ExchangedAttention
         return kind(graphs, number, like)
     if isinstance(like, TensorLayer) and isinstance(like.method, Full):
         return WholeAttention(graphs, number, like)

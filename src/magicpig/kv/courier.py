@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -52,6 +53,14 @@ class Errand:
         """Waits for it."""
         if self._event:
             self._event.synchronize()
+
+
+def beside(device: torch.device) -> AbstractContextManager[None]:
+    """For work on the device that goes beside what other threads ask of it."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
 
 
 @lru_cache(maxsize=16)

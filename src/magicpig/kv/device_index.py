@@ -1,8 +1,7 @@
-"""Segments made on another device: rows side by side and hash tables, as the native core has them.
+"""Keys hashed on the model's device: the native core sorts what it finds into tables.
 
-A GPU that reads a prompt has its keys at hand: it hashes and sorts them in a fraction of the time
-that a CPU takes, and the finished memory is copied over. Signs agree with the native core's but for
-projections within rounding of zero.
+A GPU hashes keys in a fraction of the time that a CPU takes. Signs agree with the native core's but
+for projections within rounding of zero.
 """
 
 from __future__ import annotations
@@ -10,98 +9,99 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from magicpig import _native, reference
+from magicpig import reference
+from magicpig.attention.gpu import has_triton
 from magicpig.config import LSHConfig
+from magicpig.kv.courier import courier
 from magicpig.kv.layer import LayerKV
 
 MAX_TOKENS = 65536  # of a segment
 AT_MEAN = 1e-4  # nearer to the mean than this share of its norm, a key has no direction
 MAX_NORM = 1e18
-ALIGNMENT = 64
 
 
-def append_from_device(kv: LayerKV, keys: Tensor, values: Tensor) -> None:
-    """Adds tokens [num_kv_heads, tokens, head_dim] as segments that are made where they are."""
-    for name, tensor in (("keys", keys), ("values", values)):
-        if not bool((tensor.float().norm(dim=-1) <= MAX_NORM).all()):
-            raise ValueError(f"{name} are NaN or infinite, or their norm exceeds {MAX_NORM:g}")
+def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor) -> None:
+    """Adds tokens [num_kv_heads, tokens, head_dim], wherever they are; the device hashes them."""
     for first in range(0, keys.shape[1], MAX_TOKENS):
-        part = slice(first, min(first + MAX_TOKENS, keys.shape[1]))
-        count = part.stop - first
-        if not isinstance(kv.index, LSHConfig) or count < kv.index.shortest_indexed:
-            kv.append(keys[:, part].cpu(), values[:, part].cpu())
+        part = slice(first, first + MAX_TOKENS)
+        own, values_here = keys[:, part], _on_host(values[:, part])
+        if not isinstance(kv.index, LSHConfig) or own.shape[1] < kv.index.shortest_indexed:
+            kv.append(_on_host(own), values_here)
             continue
-        rows = _rows(keys[:, part], values[:, part], kv.dtype)
-        tables = tables_of(keys[:, part].to(kv.dtype), kv.index)
-        kv._native.adopt(count, _on_host(rows), _on_host(tables))
+        signs = _on_host(signs_of(own.to(device, non_blocking=True).to(kv.dtype), kv.index))
+        kv._native.append_hashed(_on_host(own), values_here, signs.numpy().view(np.uint16))  # type: ignore[arg-type]
 
 
-def _on_host(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The tensor's bytes, in memory on huge pages."""
-    flat = tensor.contiguous().view(torch.uint8).flatten()
-    memory = _native.empty_bytes(flat.numel())
-    torch.from_numpy(memory).copy_(flat)
-    return memory
+def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.is_cpu:
+        return tensor
+    copied = courier(tensor.device).host_memory(tuple(tensor.shape), tensor.dtype)
+    copied.copy_(tensor, non_blocking=True)
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return copied
 
 
-def _rows(keys: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """[num_kv_heads, tokens, 2 * padded head_dim]: key and value of a token in one stretch."""
-    short = -keys.shape[2] % 16
-    return torch.cat([pad(keys, (0, short)), pad(values, (0, short))], 2).to(dtype)
+def signs_of(keys: Tensor, lsh: LSHConfig) -> Tensor:
+    """Of the projections of keys [num_kv_heads, tokens, head_dim] less their means: int16
+    [num_kv_heads, projections / 16, tokens], a bit for each."""
+    return torch.stack([_signs_of_head(head, lsh) for head in keys])
 
 
-def tables_of(keys: Tensor, lsh: LSHConfig) -> Tensor:
-    """The memory of a segment's hash tables: uint8 [num_kv_heads, bytes]."""
-    return torch.stack([_tables_of_head(head, lsh) for head in keys])
-
-
-def _tables_of_head(keys: Tensor, lsh: LSHConfig) -> Tensor:
-    """Of keys [tokens, head_dim]: ids, borders of buckets, 1 / |k - mean|, the mean."""
+def _signs_of_head(keys: Tensor, lsh: LSHConfig) -> Tensor:
     wide = keys.float()
     mean = wide.double().mean(0).float()
     centred = wide - mean
-    norms = centred.norm(dim=-1)
-    far = norms > (AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
-    centred = torch.where(far[:, None], centred, 0.0)
-    ids, borders = _sorted(_codes(centred, lsh), 2**lsh.bits_per_table)
-    parts = (
-        ids.to(torch.int32).to(torch.int16),  # as 16 bits, whatever their sign
-        borders.to(torch.int32),
-        torch.where(far, 1 / norms, 0.0),
-        pad(mean, (0, -len(mean) % 16)),
-    )
-    return torch.cat([_aligned(part) for part in parts])
+    border = (AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
+    centred = torch.where(centred.norm(dim=-1, keepdim=True) > border, centred, 0.0)
+    return hashed(centred, directions_of(lsh, keys.shape[1], keys.device), _columns(lsh))
 
 
 @lru_cache(maxsize=8)
 def directions_of(lsh: LSHConfig, head_dim: int, device: torch.device) -> Tensor:
-    """Those of the projection, [head_dim, projections], bfloat16."""
-    return reference.projection(lsh, head_dim).to(device).bfloat16()
+    """Those of the projection, [head_dim, projections], bfloat16; on a GPU, as its kernel wants."""
+    directions = reference.projection(lsh, head_dim).to(device).bfloat16()
+    if not has_triton(device):
+        return directions
+    from magicpig.attention import exchange_on_gpu
+
+    return exchange_on_gpu.padded(directions)
 
 
-def _codes(centred: Tensor, lsh: LSHConfig) -> Tensor:
-    """The bucket [num_tables, tokens] of each key in each table."""
-    directions = directions_of(lsh, centred.shape[1], centred.device)
-    bits = (centred.bfloat16() @ directions >= 0).view(len(centred), lsh.num_tables, -1)
-    codes = torch.zeros(bits.shape[:2], dtype=torch.int32, device=centred.device)
-    for i in range(lsh.bits_per_table):
-        codes |= bits[..., i].int() << i
-    return codes.T.contiguous()
+def _columns(lsh: LSHConfig) -> int:
+    return lsh.num_tables * lsh.bits_per_table
 
 
-def _sorted(codes: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
-    """Ids [num_tables, tokens] by bucket, and the buckets' borders [num_tables, buckets + 1]."""
-    ordered, ids = codes.sort(dim=1, stable=True)
-    edges = torch.arange(num_buckets + 1, dtype=torch.int32, device=codes.device)
-    return ids, torch.searchsorted(ordered, edges.expand(len(codes), -1).contiguous())
+def words_of(lsh: LSHConfig) -> int:
+    """Sixteen signs in each."""
+    return -(-_columns(lsh) // 16)
 
 
-def _aligned(part: Tensor) -> Tensor:
-    """A tensor's bytes, padded."""
-    flat = part.contiguous().view(torch.uint8).flatten()
-    return pad(flat, (0, -flat.numel() % ALIGNMENT))
+def hashed(vectors: Tensor, directions: Tensor, columns: int, out: Tensor | None = None) -> Tensor:
+    """Signs of the projections of vectors [n, head_dim]: int16 [columns / 16, n].
+
+    directions: as directions_of gives them, of which so many columns are real.
+    out: to be filled, in the memory of the host or of the device.
+    """
+    if out is None:
+        shape = -(-columns // 16), len(vectors)
+        out = torch.empty(shape, dtype=torch.int16, device=vectors.device)
+    if has_triton(vectors):
+        from magicpig.attention import exchange_on_gpu
+
+        exchange_on_gpu.hash_signs(vectors.contiguous(), directions, columns, out)
+        return out
+    found = vectors.bfloat16().float() @ directions.float() >= 0
+    bits = torch.nn.functional.pad(found, (0, -columns % 16)).view(len(found), -1, 16)
+    places = 1 << torch.arange(16, dtype=torch.int32, device=vectors.device)
+    out.copy_((bits * places).sum(-1).to(torch.int16).T, non_blocking=True)
+    return out
+
+
+def hash_queries(queries: Tensor, lsh: LSHConfig, out: Tensor) -> None:
+    """Signs of projections of queries [batch, heads, head_dim], as the native core wants them."""
+    directions = directions_of(lsh, queries.shape[2], queries.device)
+    hashed(queries.flatten(0, 1), directions, _columns(lsh), out)

@@ -6,7 +6,7 @@ The CPU keeps the rows, and reads those that were drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,21 +14,13 @@ from torch import Tensor
 
 from magicpig import reference
 from magicpig.attention.scan_on_gpu import BLOCK, CHUNK, PIECE, Drawing, Table
-from magicpig.config import IndexConfig, ScanConfig
+from magicpig.config import ScanConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.layer import LayerKV
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 SEGMENTS, CHUNKS = 40, 32  # of a sequence, at most
 # As in threshold.cpp: of an eighth of the keys, so many blocks at least, and at most.
 SHARE, LEAST_BLOCKS, MOST_BLOCKS = 8, 64, 256
-
-
-def draws_there(index: IndexConfig | None) -> TypeIs[ScanConfig]:
-    """Whether an index is one of codes that a device can draw by."""
-    return isinstance(index, ScanConfig) and index.target_error is None
 
 
 class DeviceCodes:

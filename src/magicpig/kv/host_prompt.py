@@ -120,6 +120,13 @@ class HostPrompt:
         keys, values = (x[first : self.num_tokens].transpose(0, 1) for x in self._host)
         return keys, values
 
+    def part(self, first: int, last: int) -> tuple[Tensor, Tensor, list[Errand]]:
+        """Keys and values [kv_heads, tokens, dim] in host memory, once copies are made that may be
+        under way."""
+        assert self._host is not None
+        keys, values = (x[first:last].transpose(0, 1) for x in self._host)
+        return keys, values, list(self._leaving)
+
     def select(self, indices: Tensor) -> None:
         """Keeps these rows: the one there is."""
         if indices.tolist() != [0]:

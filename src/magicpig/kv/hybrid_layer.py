@@ -7,7 +7,9 @@ results come back.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +18,13 @@ from torch import Tensor
 from magicpig import _native, trace
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.scoring import Scoring, attend_to_all
-from magicpig.config import IndexConfig, LSHConfig, WindowConfig
+from magicpig.config import IndexConfig, WindowConfig
 from magicpig.kv.base import LayerShape
+from magicpig.kv.courier import Errand, beside
+from magicpig.kv.device_index import append_from
 from magicpig.kv.device_window import DeviceWindow
-from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.layer import LayerKV
+from magicpig.kv.native_layer import NativeLayer, builder
 from magicpig.kv.seats import together
 from magicpig.kv.tray import Tray, tray_for
 
@@ -32,6 +37,7 @@ class HybridLayer(NativeLayer):
 
     window: DeviceWindow  # type: ignore[assignment]
     _codes: DeviceCodes | None = None
+    _early: Sequence[Future[None]] = ()
 
     @property
     def codes_there(self) -> DeviceCodes:
@@ -45,10 +51,37 @@ class HybridLayer(NativeLayer):
     def _new_window(self) -> DeviceWindow:
         return DeviceWindow(self.shape)
 
+    def build_early(self, keys: Tensor, values: Tensor, copies: Sequence[Errand]) -> None:
+        """Begins to make tokens of a prompt far that is being read, those behind the sinks and
+        behind others that were given before. `extend`, with all tokens, waits for it.
+
+        keys, values: [num_kv_heads, tokens, head_dim], in host memory once the copies are made.
+        """
+        self._early = [*self._early, builder(os.getpid()).submit(self._build, keys, values, copies)]
+
+    def _build(self, keys: Tensor, values: Tensor, copies: Sequence[Errand]) -> None:
+        for errand in copies:
+            errand.before_host()
+        with (
+            torch.inference_mode(),
+            beside(self.shape.device),
+            trace.span("segment", tokens=keys.shape[1]),
+        ):
+            self._append_far(self.far, keys, values)
+
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
-        if isinstance(self.far.index, LSHConfig):  # the device hashes much faster
-            keys, values = keys.to(self.shape.device), values.to(self.shape.device)
+        if self._early:
+            early, self._early = self._early, []
+            for job in early:
+                job.result()
+            sinks = self.config.sinks
+            self._append(keys[:, :sinks], values[:, :sinks])
+            rest = slice(sinks + self.far.num_tokens, None)
+            keys, values = keys[:, rest], values[:, rest]
         super().extend(keys, values, mass)
+
+    def _append_far(self, far: LayerKV, keys: Tensor, values: Tensor) -> None:
+        append_from(self.shape.device, far, keys, values)
 
     @classmethod
     def step(  # type: ignore[override]

@@ -21,12 +21,11 @@ from magicpig import _native, trace
 from magicpig.config import IndexConfig, ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
 from magicpig.kv.cost import Cost
-from magicpig.kv.device_index import append_from_device
 from magicpig.kv.layer import LayerKV, read_tokens
 
 
 @cache
-def _builder(process_id: int) -> ThreadPoolExecutor:
+def builder(process_id: int) -> ThreadPoolExecutor:
     """The one thread that builds segments in this process; native threads do the work."""
     return ThreadPoolExecutor(1, thread_name_prefix="magicpig-segments")
 
@@ -90,10 +89,7 @@ class NativeLayer(SequenceLayer):
         return self.far.num_tokens + self.window.num_tokens
 
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
-        """Leaves no more than local in the window; a short context stays there as a whole.
-
-        What comes from another device is hashed there; codes are made here.
-        """
+        """Leaves no more than local in the window; a short context stays there as a whole."""
         if self.span:
             self._append(keys[:, -self.span :], values[:, -self.span :])
             return self.settle()
@@ -111,11 +107,13 @@ class NativeLayer(SequenceLayer):
             keys = torch.cat([old_keys.to(keys.device), keys.to(dtype)], 1)
             values = torch.cat([old_values.to(keys.device), values.to(dtype)], 1)
         far = self.far.fork()
-        append = LayerKV.append if keys.is_cpu else append_from_device
-        append(far, keys[:, :moved], values[:, :moved])
+        self._append_far(far, keys[:, :moved], values[:, :moved])
         self._replace_far(far)
         self.window.drop(self.config.sinks, recent)
         self._append(keys[:, moved:], values[:, moved:])
+
+    def _append_far(self, far: LayerKV, keys: Tensor, values: Tensor) -> None:
+        far.append(keys.cpu(), values.cpu())
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         before = self.window.num_tokens
@@ -151,7 +149,7 @@ class NativeLayer(SequenceLayer):
         if not self._next_far and recent >= config.local + config.block:
             tokens = read_tokens(self.window, self.far, config.sinks, config.block)
             self._builder_process = os.getpid()
-            self._next_far = _builder(self._builder_process).submit(_extended, self.far, *tokens)
+            self._next_far = builder(self._builder_process).submit(_extended, self.far, *tokens)
 
     def _replace_far(self, far: LayerKV) -> None:
         self._book(self.cost)  # what steps over the other one took

@@ -14,7 +14,7 @@ from magicpig.attention.gpu import has_triton
 from magicpig.attention.merge import merge
 from magicpig.config import IndexConfig, LSHConfig
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import MAX_NORM, directions_of
+from magicpig.kv.device_index import MAX_NORM, hash_queries, words_of
 
 MOST_KEPT = 16  # of trays, by a thread
 PATIENCE = 10.0  # seconds, before a device is asked what is the matter
@@ -43,18 +43,13 @@ class Tray:
             torch.empty(batch, heads, pin_memory=pinned),
         )
         self.asked = torch.empty(batch, heads, dim, dtype=shape.dtype, pin_memory=pinned)
-        self._directions: Tensor | None = None
         self._signs: Tensor | None = None
         self.signs: Any = None
+        self._index = index
         if isinstance(index, LSHConfig):
-            self._directions = directions_of(index, dim, device)
-            self._columns = self._directions.shape[1]
-            if has_triton(device):
-                from magicpig.attention import exchange_on_gpu
-
-                self._directions = exchange_on_gpu.padded(self._directions)
-            words = -(-self._columns // 16)
-            self._signs = torch.empty(words, batch * heads, dtype=torch.int16, pin_memory=pinned)
+            self._signs = torch.empty(
+                words_of(index), batch * heads, dtype=torch.int16, pin_memory=pinned
+            )
             self.signs = self._signs.numpy().view(np.uint16)
         self.out: Any = self.far[0].numpy()
         self.lse: Any = self.far[1].numpy()
@@ -74,13 +69,11 @@ class Tray:
             from magicpig.attention import exchange_on_gpu
 
             exchange_on_gpu.ask(queries, self.asked)
-            if self._signs is not None and self._directions is not None:
-                exchange_on_gpu.hash_signs(queries, self._directions, self._columns, self._signs)
-            return
-        fine = _are_fine(queries)
-        self.asked.copy_(torch.where(fine, queries, 0.0), non_blocking=True)
-        if self._signs is not None and self._directions is not None:
-            self._signs.copy_(_packed_signs(queries, self._directions), non_blocking=True)
+        else:
+            fine = _are_fine(queries)
+            self.asked.copy_(torch.where(fine, queries, 0.0), non_blocking=True)
+        if self._signs is not None and isinstance(self._index, LSHConfig):
+            hash_queries(queries, self._index, self._signs)
 
     def begin(self) -> None:
         """Before a step that is not recorded."""
@@ -123,14 +116,6 @@ class Tray:
 def _are_fine(queries: Tensor) -> Tensor:
     norms: Tensor = queries.float().norm(dim=-1, keepdim=True)
     return norms <= MAX_NORM
-
-
-def _packed_signs(queries: Tensor, directions: Tensor) -> Tensor:
-    """Sixteen to a word: int16 [projections / 16, batch * heads]."""
-    found = queries.flatten(0, 1).bfloat16().float() @ directions.float() >= 0
-    bits = torch.nn.functional.pad(found, (0, -found.shape[1] % 16)).view(len(found), -1, 16)
-    places = 1 << torch.arange(16, dtype=torch.int32, device=queries.device)
-    return (bits * places).sum(-1).to(torch.int16).T
 
 
 _kept = threading.local()

@@ -1,0 +1,121 @@
+"""How long a prompt takes on a GPU, until its first token and until its index is there.
+
+    python benchmarks/prefill.py --json prefill.json
+    python benchmarks/prefill.py --device cpu --model smollm2 --prompts 2k
+
+Weights are random, made on the device. Systems take turns. "plain": the prompt's keys and values
+stay on the device and nothing is indexed; the first system. "over plain": the best of the rounds
+against its best. "peak": GPU memory beyond the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from machine import hardware
+from rich.console import Console
+from rich.progress import track
+from throughput import Bench
+
+import magicpig
+from magicpig.cli.inputs import length_list
+
+SYSTEMS = ("full", "scan:2:1%", "lsh:10:150", "cpu-dense")
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Point:
+    system: str
+    prompt: int
+    read_seconds: float  # until the last part is read
+    seconds: float  # until the sequence can go on
+    over_plain: float
+    peak_bytes: int | None
+
+
+def once(bench: Bench, system: str, tokens: int) -> tuple[float, float, int | None]:
+    """Seconds until all is read and until all is done, and the peak of memory."""
+    runner = bench.runner(system)
+    cuda = bench.device.type == "cuda"
+    vocabulary = bench.model.config.get_text_config(decoder=True).vocab_size
+    prompt = torch.randint(vocabulary, (tokens,)).tolist()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    with runner.threads():
+        prefill = runner.begin(prompt)
+        while prefill.done < tokens:
+            logits = runner.prefill(prefill)
+        int(logits.argmax())  # waits for the device
+        read = time.perf_counter() - start
+        sequence = runner.finish(prefill)
+    if cuda:
+        torch.cuda.synchronize()
+    done = time.perf_counter() - start
+    assert sequence.num_tokens == tokens
+    peak = torch.cuda.max_memory_allocated() - held if cuda else None
+    return read, done, peak
+
+
+def table(points: list[Point]) -> str:
+    lines = [
+        "| system | prompt | read s | done s | over plain | tokens/s | peak GB |",
+        f"|---|{'---:|' * 6}",
+    ]
+    for p in points:
+        peak = "" if p.peak_bytes is None else f"{p.peak_bytes / 1e9:.2f}"
+        lines.append(
+            f"| {p.system} | {p.prompt:,} | {p.read_seconds:.2f} | {p.seconds:.2f} | "
+            f"{p.over_plain:+.1%} | {p.prompt / p.seconds:,.0f} | {peak} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-3.1-8b", help="its geometry")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--prompts", default="32k,96k")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
+    if args.device == "cuda":
+        print(f", {torch.cuda.get_device_name()}", end="")
+    print(f"; {args.model}\n")
+    bench = Bench(args.model, args.device)
+    once(bench, args.systems[-1], 4096)  # warms up
+    points = []
+    for tokens in length_list(args.prompts):
+        found: dict[str, list[tuple[float, float, int | None]]] = {s: [] for s in args.systems}
+        turns = [system for _ in range(args.rounds) for system in args.systems]
+        for system in track(turns, f"{tokens:,} tokens", console=console):
+            found[system].append(once(bench, system, tokens))
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+        plain = min(done for _, done, _ in found[args.systems[0]])
+        for system, rounds in found.items():
+            read, done = (statistics.median(r[i] for r in rounds) for i in (0, 1))
+            best = min(r[1] for r in rounds)
+            points.append(Point(system, tokens, read, done, best / plain - 1, rounds[-1][2]))
+        if args.json:
+            args.json.write_text(json.dumps([asdict(p) for p in points], indent=1))
+    print(table(points))
+
+
+if __name__ == "__main__":
+    main()
