@@ -97,9 +97,9 @@ def main() -> None:
         print(f", {torch.cuda.get_device_name()}", end="")
     print(f"; {args.model}\n")
     bench = Bench(args.model, args.device)
-    once(bench, args.systems[-1], 4096)  # warms up
     points = []
     for tokens in length_list(args.prompts):
+        once(bench, args.systems[-1], tokens)  # warms up; host memory is pinned, and kept
         found: dict[str, list[tuple[float, float, int | None]]] = {s: [] for s in args.systems}
         turns = [system for _ in range(args.rounds) for system in args.systems]
         for system in track(turns, f"{tokens:,} tokens", console=console):

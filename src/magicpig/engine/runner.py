@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from magicpig.nn import pack
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
+FINISHED_AT_ONCE = 3  # layers of a prompt in host memory, made far
 
 
 class DecodeLayer(TaggedLayer):
@@ -234,14 +236,18 @@ class Runner:
         prefill.done += len(part)
         return logits[0]
 
-    @torch.inference_mode()
     def finish(self, prefill: Prefill) -> SequenceKV:
-        """The prompt as a sequence; layer by layer, so that only one is there twice."""
-        layers: list[Any] = []
-        with self._there():
-            for layer in prefill.cache.layers:
-                layers.append(layer.to_sequence() if isinstance(layer, BatchLayer) else layer)
-        return SequenceKV(layers, prefill.done)
+        """The prompt as a sequence; few layers at a time, since they are there twice meanwhile."""
+
+        def finished(layer: Any) -> Any:
+            with self._there(), torch.inference_mode():
+                return layer.to_sequence() if isinstance(layer, BatchLayer) else layer
+
+        if not self.prompts_on_host:
+            return SequenceKV(list(map(finished, prefill.cache.layers)), prefill.done)
+        # A GPU hashes one layer's keys while the CPU sorts another's.
+        with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
+            return SequenceKV(list(pool.map(finished, prefill.cache.layers)), prefill.done)
 
     @torch.inference_mode()
     def finish_under(self, prefill: Prefill, plans: Sequence[Plan]) -> list[SequenceKV]:
