@@ -14,6 +14,7 @@ from magicpig.evals.harness import Harness
 from magicpig.kv import hybrid_layer
 from magicpig.kv.device_index import append_from
 from magicpig.models import LoadedModel
+from magicpig.nn import FusedMLP, RMSNorm, pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -269,3 +270,18 @@ def test_models_that_cannot_be_recorded_go_on(monkeypatch):
     with pytest.warns(UserWarning, match="cannot be recorded"):
         got = llm.generate([[5, 6, 7] * 30], params)
     assert [g.text for g in got] == [g.text for g in expected]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_fused_models_give_the_same_numbers(name):
+    """In half precision norms, MLPs and rotary embeddings are kernels of ours."""
+    model = make_model(name).to(torch.bfloat16).cuda()
+    ids = torch.randint(3, 200, (2, 40)).cuda()
+    with torch.no_grad():
+        expected = model(ids).logits.float()
+        pack(model)
+        got = model(ids).logits.float()
+    kinds = {type(module) for module in model.modules()}
+    assert {FusedMLP, RMSNorm} <= kinds
+    assert any("forward" in vars(module) for module in model.modules())
+    assert (got - expected).norm() < 0.02 * expected.norm()

@@ -156,7 +156,7 @@ def test_a_step_that_fails_ends_what_took_part_and_no_more(monkeypatch):
 
 
 def test_bad_requests_are_refused_with_numbers():
-    llm = make_llm(memory_bytes=10_000_000)
+    llm = make_llm(memory_bytes=6_000_000)
     add = llm.engine.add
     with pytest.raises(ValueError, match="prompt is empty"):
         add([], greedy())

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from magicpig import LSHConfig, reference
 from magicpig.attention.mass import attention_mass
@@ -167,3 +168,19 @@ def test_what_lies_between_products(shape, dtype):
     for name, activation in ACTIVATIONS.items():
         got = on_gpu.gate(*on_device(both), name).cpu().float()
         torch.testing.assert_close(got, activation(gate) * up, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 24, 128])
+def test_rotary_embeddings(dim, dtype):
+    from magicpig.nn import on_gpu
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 6, dim).to(dtype)
+    q, k = x[:, :, :4].transpose(1, 2), x[:, :, 4:].transpose(1, 2)
+    cos, sin = torch.randn(2, 3, 5, dim).to(dtype)
+    expected = apply_rotary_pos_emb(q, k, cos, sin)
+    got = on_gpu.rotary(*on_device(q, k, cos, sin))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+        assert mine.shape == theirs.shape

@@ -287,7 +287,7 @@ class Drawing:
         _draw[128 * self.batch, self.kv_heads](
             table.segments, table.items, table.numbers[1:], *asked, self.hashes, self.thresholds,
             ids, log_probability, starts, counts, totals, self.room, self.pieces, scale,
-            PIECE=PIECE, **same,
+            PIECE=PIECE, num_warps=8, **same,
         )  # fmt: skip
 
 

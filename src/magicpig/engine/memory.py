@@ -23,7 +23,8 @@ from magicpig.kv.base import LayerShape
 from magicpig.kv.seats import ROOM
 
 SHARE = 0.9  # of the memory that is free, for keys, values and indexes
-AT_HAND = 4  # copies of a layer's prompt on the device: as it comes, as it is kept, and of the next
+AT_HAND = 3  # layers' worth of a prompt on the device: as it comes, as it is kept, and of the next
+FINISHED_AT_ONCE = 3  # layers of a prompt, made far
 HASHED, LONGEST_SEGMENT = (
     12_000,
     65_536,
@@ -85,7 +86,7 @@ class Needs:
             if type(layer) is DynamicSlidingWindowLayer:
                 kept = n * min(tokens, layer.sliding_window + self.window.block)
                 total += self._near(kept * self._vectors)
-            if type(layer) is not DynamicLayer:
+            if not _is_full(layer):
                 continue
             method = self.plan.of(i)
             index = method.index_bytes(self._shape, tokens)
@@ -106,17 +107,21 @@ class Needs:
         return total
 
     def reading(self, prompt_tokens: int) -> Memory:
-        """Beside that, while the prompt is read: its keys and values are there as tensors too."""
-        total, at_hand = Memory(), 0
-        for i, layer in enumerate(DynamicCache(config=self.config).layers):
-            if type(layer) is not DynamicLayer:
-                continue
-            if self._elsewhere and self.plan.of(i).on_host:
-                total += Memory(2 * _power_of_two(prompt_tokens * self._vectors // 2))  # pinned
-                at_hand = AT_HAND * prompt_tokens * self._vectors
-            else:
-                total += self._near(prompt_tokens * self._vectors)
-        return total + Memory(0, at_hand)
+        """Beside that, while the prompt is read and made far: some of its layers are there twice.
+
+        Pinned memory for a prompt is kept for the next one.
+        """
+        layers = [i for i, x in enumerate(DynamicCache(config=self.config).layers) if _is_full(x)]
+        layer = prompt_tokens * self._vectors
+        if not self._elsewhere:
+            return Memory(min(1, len(layers)) * layer)
+        pinned = [i for i in layers if self.plan.of(i).on_host]
+        others = len(layers) - len(pinned)
+        at_hand = AT_HAND * layer if pinned else 0
+        return Memory(
+            2 * len(pinned) * _power_of_two(layer // 2),
+            at_hand + min(FINISHED_AT_ONCE, others) * layer,
+        )
 
     def workspace(self) -> int:
         """Of the device, for a part of a prompt on its way through a layer, and for hashing it."""
@@ -193,6 +198,10 @@ def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: i
     kinds = (there.host, reading.host, one.host), (there.device, reading.device, one.device)
     fitting = [max(0, have - once) // each for have, once, each in kinds if each]
     return min(fitting, default=0)
+
+
+def _is_full(layer: object) -> bool:
+    return type(layer) is DynamicLayer
 
 
 def _power_of_two(nbytes: int) -> int:

@@ -29,7 +29,7 @@ from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
 from magicpig.engine.graphs import Graphs
 from magicpig.engine.halves import Halves
-from magicpig.engine.memory import Needs, heads_of
+from magicpig.engine.memory import FINISHED_AT_ONCE, Needs, heads_of
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
@@ -39,7 +39,6 @@ from magicpig.nn import pack
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
-FINISHED_AT_ONCE = 3  # layers of a prompt in host memory, made far
 
 
 class DecodeLayer(TaggedLayer):

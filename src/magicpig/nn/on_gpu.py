@@ -41,6 +41,68 @@ def _gate(both, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * size + at, (active * up).to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _rotary(
+    q, k, cos, sin, q_out, k_out, tokens, heads, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One head of one token, of queries or of keys; rounded where torch rounds."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, token = row // tokens, row % tokens
+    of_q = head < heads
+    at = tl.where(
+        of_q,
+        batch * q_batch + head * q_head + token * q_token,
+        batch * k_batch + (head - heads) * k_head + token * k_token,
+    )
+    dims = tl.arange(0, WIDE)
+    there = dims < DIM // 2
+    source, out = tl.where(of_q, q, k) + at, tl.where(of_q, q_out, k_out) + at
+    a = tl.load(source + dims, mask=there, other=0.0)
+    b = tl.load(source + DIM // 2 + dims, mask=there, other=0.0)
+    turn = row * DIM + dims
+    one = _product(a, tl.load(cos + turn, mask=there, other=0.0))
+    two = _product(-b, tl.load(sin + turn, mask=there, other=0.0))
+    tl.store(out + dims, (one + two).to(a.dtype), mask=there)
+    one = _product(b, tl.load(cos + turn + DIM // 2, mask=there, other=0.0))
+    two = _product(a, tl.load(sin + turn + DIM // 2, mask=there, other=0.0))
+    tl.store(out + DIM // 2 + dims, (one + two).to(a.dtype), mask=there)
+
+
+@triton.jit
+def _product(x, y):
+    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype).to(tl.float32)
+
+
+def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether `rotary` knows such tensors."""
+    batch, _, tokens, dim = q.shape
+    return (
+        q.is_cuda
+        and q.dtype == k.dtype == cos.dtype == sin.dtype
+        and k.shape[::2] == q.shape[::2]
+        and k.shape[3] == dim
+        and cos.shape == sin.shape == (batch, tokens, dim)
+        and q.stride(3) == k.stride(3) == 1
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+        and q.numel() > 0
+    )
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [batch, heads, tokens, dim] and keys, turned by cos and sin [batch, tokens, dim]."""
+    batch, heads, tokens, dim = q.shape
+    out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
+    out_k = torch.empty_strided(k.shape, k.stride(), dtype=k.dtype, device=k.device)
+    wide = triton.next_power_of_2(dim // 2)
+    _rotary[batch * tokens, heads + k.shape[1]](
+        q, k, cos, sin, out, out_k, tokens, heads, *q.stride()[:3], *k.stride()[:3],
+        DIM=dim, WIDE=wide, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, out_k
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus_weight: bool) -> Tensor:
     """As nn.RMSNorm, of x [..., dim]."""
     x = x.contiguous()

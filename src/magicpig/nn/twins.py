@@ -6,7 +6,8 @@ A twin is compared with the module's own forward on random input before it is ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeGuard
+from types import FunctionType, MethodType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from magicpig.nn.linear import PackedLinear
 from magicpig.nn.mlp import FusedMLP, GatedMLP
 from magicpig.nn.norm import RMSNorm
 
+ROTARY = "apply_rotary_pos_emb"
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -152,6 +154,49 @@ def mlp_twin(module: nn.Module) -> GatedMLP | FusedMLP | None:
         return None
     error = (out.float() - truth.float()).norm()  # the module rounds twice more than the twin
     return twin if error <= 0.02 * truth.float().norm() else None
+
+
+def fuse_rotary(module: nn.Module) -> bool:
+    """Lets an attention module turn queries and keys in one kernel, if its own way of it, a
+    function that it knows as apply_rotary_pos_emb, gives the same numbers.
+
+    The module gets a forward of its own, which is its class's but for this function: other models
+    of the class are not touched.
+    """
+    forward = type(module).forward
+    weight = getattr(getattr(module, "q_proj", None), "weight", None)
+    dim = getattr(module, "head_dim", None)
+    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+        return False
+    theirs = forward.__globals__.get(ROTARY)
+    if theirs is None or not fusable(weight) or not isinstance(dim, int) or not untouched(module):
+        return False
+    from magicpig.nn import on_gpu
+
+    def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        if more or named or not on_gpu.can_rotate(q, k, cos, sin):
+            return theirs(q, k, cos, sin, *more, **named)
+        return on_gpu.rotary(q, k, cos, sin)
+
+    x = _random(5 * 12, dim, weight).view(5, 2, 6, dim)
+    q, k = x[:, :, :4].transpose(1, 2), x[:, :, 4:].transpose(1, 2)
+    cos, sin = (_random(10, dim, weight).add(shift).view(5, 2, dim) for shift in (0, 1))
+    try:
+        pairs = zip(theirs(q, k, cos, sin), on_gpu.rotary(q, k, cos, sin), strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            return False
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    own = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROTARY: ours},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(own, module)
+    return True
 
 
 def embedding_twin(module: nn.Module, linear: PackedLinear) -> PackedEmbedding | None:
