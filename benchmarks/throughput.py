@@ -231,9 +231,8 @@ class Bench:
 def busy(step: Callable[[], float]) -> tuple[float, float]:
     """Shares of a step in which the CPU attends, and in which the GPU works."""
     with tempfile.TemporaryDirectory() as folder, trace.recording(Path(folder) / "step.json") as it:
-        step()
+        whole = 1e6 * step()
         spans = [event for event in it.as_dict()["traceEvents"] if event["ph"] == "X"]
-    [whole] = [span["dur"] for span in spans if span["name"] == "decode"]
     attention = [s for s in spans if s["pid"] == trace.CPU and s["name"] in ATTENTION]
     far = covered(attention)
     return far / whole, covered([span for span in spans if span["pid"] == trace.GPU]) / whole

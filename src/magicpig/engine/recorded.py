@@ -6,7 +6,7 @@ graphs therefore look them up in a table on the device, which has a line for eac
 
 from __future__ import annotations
 
-import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,7 @@ class SeatedAttention(Attention):
         self.span, self.shape = like.span, like.shape
         self.line, self._host_line = graphs.line(number)
         self._known: tuple[int, ...] = ()
+        self._seats: Seats | None = None
 
     def sitters(self, layers: Sequence[Any]) -> list[Sitter]:
         return [layer.window for layer in layers]
@@ -109,8 +110,14 @@ class SeatedAttention(Attention):
         near = self._near(queries, keys, values, scale, softcap)
         return exchange_on_gpu.answer(queries, near, None, self.line)
 
+    def advance(self) -> None:
+        """The step's token is in the windows, which are not needed any more."""
+        if self._seats is not None:
+            self._seats.advance(there=True)
+        self._seats = None
+
     def finish(self, layers: Sequence[Any]) -> None:
-        self._seats.advance(there=True)
+        self.advance()
         count_windows(layers)
 
 
@@ -133,7 +140,7 @@ class WholeAttention(SeatedAttention):
         return exchange_on_gpu.answer(queries, near, far, self.line)
 
     def finish(self, layers: Sequence[TensorLayer]) -> None:
-        self._seats.advance(there=True)
+        self.advance()
         spend_on_step(layers)
         spend_on_all(layers, [layer.far.num_tokens for layer in layers])
         for layer in layers:
@@ -163,7 +170,7 @@ class ExchangedAttention(SeatedAttention):
     def between(self, layers: Sequence[HybridLayer]) -> Done:
         with trace.device_span("window", batch=len(layers)):
             self._window.replay()
-        self._seats.advance(there=True)
+        self.advance()
         with trace.span("wait for queries"):
             self.tray.wait()
         return attend_far(layers, self.tray, *self._scoring, self._drawn())
@@ -185,15 +192,15 @@ class ScannedAttention(ExchangedAttention):
         super().__init__(graphs, number, like)
         self.scan = graphs.scan_for(like)
         self._host, self._there = self.scan.new_table()
-        self._codes: list[DeviceCodes] = []
+        self._codes: list[weakref.ref[DeviceCodes]] = []  # their sequences' to keep
         self._fits = False
 
     def prepare(self, layers: Sequence[HybridLayer]) -> None:
         super().prepare(layers)
         codes = [layer.codes_there for layer in layers]
-        if len(codes) == len(self._codes) and all(map(operator.is_, codes, self._codes)):
+        if [known() for known in self._codes] == codes:
             return
-        self._codes = codes  # which keeps them, and so their addresses
+        self._codes = [weakref.ref(each) for each in codes]
         self._fits = self.scan.fill(self._host, codes)
         if not self._fits:
             self._host.memory.zero_()  # nothing to draw from

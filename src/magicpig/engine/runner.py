@@ -116,11 +116,6 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
 
 
-def _resting() -> int:
-    """Threads of the native core whose cores two halves need, to launch what the GPU does."""
-    return min(2, _native.num_threads() // 4)
-
-
 def _link(layers: Sequence[Any]) -> None:
     """Layers with prompts in host memory: each fetches the next one's while it computes."""
     on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
@@ -269,7 +264,7 @@ class Runner:
 
         with self._there(), trace.span("decode", batch=len(kvs)):
             halved = self.halves is not None and len(kvs) > 1
-            _native.rest_threads(_resting() if halved else 0)
+            _native.rest_threads(self._resting(halved))
             if self.halves is None or not halved:
                 return self._part(0, kvs, token_ids)()
             middle = -(-len(kvs) // 2)
@@ -277,6 +272,11 @@ class Runner:
                 self._part(0, kvs[:middle], token_ids[:middle]),
                 self._part(1, kvs[middle:], token_ids[middle:]),
             )
+
+    def _resting(self, halved: bool) -> int:
+        """Threads of the native core whose cores are needed to launch what a GPU does."""
+        threads = 0 if self.device.type == "cpu" else _native.num_threads()
+        return min(2 if halved else 1, threads // 4)
 
     def _part(self, half: int, kvs: list[SequenceKV], token_ids: list[int]) -> Callable[[], Tensor]:
         """A step of some sequences, to be done; graphs are recorded now, while nothing runs."""

@@ -15,11 +15,16 @@ GPU_STREAMED = 0.75  # of a GPU's bandwidth, by kernels that read weights or key
 GPU_COMPUTED = 0.6  # of its operations, by large matrix products
 CPU_STREAMED = 0.85  # of streamed reads, by exact attention (docs/log.md: 85 to 90 %)
 CPU_LINEAR = 0.75  # of streamed reads, by linear layers
-LAYER_SECONDS = 60e-6  # launches, events and copies of a layer whose attention is not the GPU's
+GPU_LAYER_SECONDS = 40e-6  # small kernels of a layer, where all is the GPU's
+LAYER_SECONDS = 100e-6  # small kernels, launches and copies of a layer of the CPU's attention
+CALL_SECONDS = 60e-6  # of the CPU's threads, to begin and end a layer's attention
+DRAW_SECONDS = 40e-6  # of a GPU, for a layer whose rows it draws, beside its codes
+KEY_SECONDS = 60e-12  # of a GPU, for a coded key of a KV head: more than its memory takes
+ROW_ALONE = 2.0  # a row takes longer where it is not asked for while others are drawn
 CPU_LAYER_SECONDS = 200e-6  # Python and small operations of a layer, where there is no GPU
 WINDOW_TOKENS = 592  # of a sequence: sinks, local tokens, two blocks
 DENSE_LAYERS = 2
-PROMPT_LAYERS = 4  # of a prompt, that the GPU may hold while it is read
+PROMPT_LAYERS = 3  # of a prompt, that the GPU may hold while it is read
 PART_TOKENS = 2048  # of a prompt, read at once
 CONTEXT = 0.6e9  # bytes that CUDA and its libraries take of a GPU
 
@@ -69,7 +74,7 @@ class System:
 
     def step(self, batch: int) -> Step:
         return Step(
-            self._gpu_seconds(batch, self.model.layers),
+            self._gpu_seconds(batch, self.model.layers) + self.model.layers * GPU_LAYER_SECONDS,
             "GPU memory",
             self._gpu_memory(batch, self.model.layers, self.model.layers),
             0.0,
@@ -160,27 +165,40 @@ class Hybrid(System):
         if self.gpu is NO_GPU:
             return self.on_cpu(batch)
         layers = self.model.layers - self.dense_layers
-        copies = layers * LAYER_SECONDS
-        cpu, cpu_bound = max(self._cpu_seconds())
-        cpu *= layers
-        whole = self._gpu_seconds(batch, self.dense_layers) + copies + batch * cpu
-        bound = cpu_bound if batch * cpu > whole / 2 else "GPU memory"
-        seconds = whole
+        each, cpu_bound = max(self._cpu_seconds())
+
+        def on_gpu(n: int) -> float:
+            there = LAYER_SECONDS + self._gpu_layer_seconds(n)
+            return self._gpu_seconds(n, self.dense_layers) + layers * there
+
+        def on_cpu(n: int) -> float:
+            return layers * (CALL_SECONDS + n * each)
+
+        seconds = on_gpu(batch) + on_cpu(batch)
+        bound = cpu_bound if on_cpu(batch) > seconds / 2 else "GPU memory"
         if batch > 1:
-            first, second = -(-batch // 2), batch // 2
-            gpu = sum(self._gpu_seconds(n, self.dense_layers) for n in (first, second)) + 2 * copies
-            filling = (gpu / 2 + first * cpu) / self.model.layers
-            halves = max(gpu, batch * cpu) + filling
-            if halves < whole:
-                seconds = halves
-                bound = cpu_bound if batch * cpu >= gpu else "GPU memory"
+            halves = -(-batch // 2), batch // 2
+            gpu, cpu = sum(map(on_gpu, halves)), sum(map(on_cpu, halves))
+            filling = (gpu / 2 + on_cpu(halves[0])) / self.model.layers
+            if max(gpu, cpu) + filling < seconds:
+                seconds = max(gpu, cpu) + filling
+                bound = cpu_bound if cpu >= gpu else "GPU memory"
         kept = self.model.kv_bytes(self.load.context, layers)
         return Step(
             seconds,
             bound,
-            self._gpu_memory(batch, self.dense_layers, self.dense_layers + PROMPT_LAYERS),
+            self._gpu_memory(batch, self.dense_layers, self.dense_layers + PROMPT_LAYERS)
+            + batch * layers * self._gpu_index_bytes(),
             batch * kept * (1 + self.index_share) + kept,
         )
+
+    def _gpu_index_bytes(self) -> float:
+        """Of one sequence and layer, in the GPU's memory."""
+        return 0.0
+
+    def _gpu_layer_seconds(self, batch: int) -> float:
+        """That a GPU takes to draw a layer's rows."""
+        return 0.0
 
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
         """Of one sequence and layer, by what could bound them."""
@@ -223,13 +241,30 @@ class Scan(Hybrid):
         self.code_bytes = model.head_dim * bits / 8 + 8
         self.index_share = self.code_bytes / model.row_bytes
 
+    @property
+    def _codes(self) -> float:
+        """Bytes, of one sequence and layer."""
+        return self.model.kv_heads * self.load.context * self.code_bytes
+
+    def _gpu_index_bytes(self) -> float:
+        return self._codes
+
+    def _gpu_layer_seconds(self, batch: int) -> float:
+        keys = self.model.kv_heads * self.load.context
+        each = max(keys * KEY_SECONDS, self._codes / (GPU_STREAMED * self.gpu.bandwidth))
+        return DRAW_SECONDS + batch * each
+
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
+        """The CPU reads rows; codes too, where there is no GPU to do that."""
         model, cpu = self.model, self.cpu
         rows = model.heads * self.load.context * self.load.scan_share
+        if self.gpu is not NO_GPU:
+            yield rows * ROW_ALONE * _row_seconds(cpu, model) / cpu.cores, "CPU cores"
+            yield rows * model.row_bytes / cpu.gather, "CPU memory"
+            return
         products = model.heads * self.load.context * model.head_dim
         yield (products / cpu.macs + rows * _row_seconds(cpu, model)) / cpu.cores, "CPU cores"
-        codes = model.kv_heads * self.load.context * self.code_bytes
-        yield codes / cpu.stream + rows * model.row_bytes / cpu.gather, "CPU memory"
+        yield self._codes / cpu.stream + rows * model.row_bytes / cpu.gather, "CPU memory"
 
 
 def _row_seconds(cpu: Cpu, model: ModelGeometry) -> float:

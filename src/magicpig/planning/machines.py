@@ -48,10 +48,13 @@ class Cpu:
     flops: float = 220e9
 
 
-def _cpu(name: str, cores: int, channels: float) -> Cpu:
+XEON = {"entry_seconds": 9.5e-9, "row_seconds": 39e-9}  # measured (docs/log.md)
+
+
+def _cpu(name: str, cores: int, channels: float, **seconds: float) -> Cpu:
     """channels: GB/s that its memory gives on paper."""
     stream = STREAMED * channels * GB
-    return Cpu(name, cores, stream, GATHERED * stream)
+    return Cpu(name, cores, stream, GATHERED * stream, **seconds)
 
 
 GPUS = [
@@ -72,13 +75,13 @@ GPUS = [
 
 CPUS = [
     Cpu("EPYC-2-cores", 2, 35 * GB, 14 * GB),  # measured: a virtual machine on Zen 4
-    Cpu("Xeon-16-cores", 16, 92 * GB, 36 * GB),  # measured: a virtual machine beside an H200
+    Cpu("Xeon-16-cores", 16, 119 * GB, 60 * GB, **XEON),  # measured: a machine beside an H200
     _cpu("Core-i9-14900K", 8, 89.6),  # its fast cores
     _cpu("EPYC-7543", 32, 204.8),
     _cpu("EPYC-9354", 32, 460.8),
     _cpu("Ryzen-7950X", 16, 83.2),
-    _cpu("Xeon-6430", 32, 281.6),
-    _cpu("Xeon-8563C", 52, 358.4),
+    _cpu("Xeon-6430", 32, 281.6, **XEON),
+    _cpu("Xeon-8563C", 52, 358.4, **XEON),
 ]
 
 Machine = TypeVar("Machine", Gpu, Cpu)
