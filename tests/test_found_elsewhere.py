@@ -1,0 +1,135 @@
+"""What another device has found for the native core: signs of projections, and drawn rows."""
+
+import numpy as np
+import pytest
+import torch
+
+from magicpig import LayerKV, LSHConfig, ScanConfig, _native, reference
+from magicpig.kv.device_index import hashed, signs_of
+
+PIECE = 1024
+
+
+def layer(index, segments, heads=(6, 2, 24), seed=0):
+    torch.manual_seed(seed)
+    kv = LayerKV(heads[0], heads[1], heads[2], index, torch.float32)
+    for tokens in segments:
+        kv.append(*torch.randn(2, heads[1], tokens, heads[2]))
+    return kv
+
+
+def attend(kvs, queries, signs=None, drawn=None, exact=False):
+    batch, heads, dim = queries.shape
+    out, lse = torch.empty(batch, heads, dim), torch.empty(batch, heads)
+    rows, visited = torch.zeros(2, batch, heads, dtype=torch.int64)
+    counts = out, lse, rows, visited, torch.zeros(batch, heads)
+    natives = [kv._native for kv in kvs]
+    _native.attend(natives, queries, 0.3, 0.0, exact, *counts, signs, drawn)
+    return out, lse, rows
+
+
+@pytest.mark.parametrize(("bits", "tables"), [(5, 30), (10, 150), (7, 21)])
+def test_signs_of_queries_are_taken_as_they_are(bits, tables):
+    lsh = LSHConfig(bits, tables, exact_below=0)
+    kvs = [layer(lsh, [700, 300]), layer(lsh, [50], seed=1)]
+    queries = torch.randn(2, 6, 24)
+    directions = reference.projection(lsh, 24).double()
+    found = hashed(queries.flatten(0, 1).double(), directions, bits * tables)
+    signs = found.numpy().view(np.uint16)
+    for mine, theirs in zip(attend(kvs, queries, signs), attend(kvs, queries), strict=True):
+        assert torch.equal(mine, theirs)
+    other = attend(kvs, queries, signs ^ np.uint16(0xFFFF))  # of the opposite queries
+    assert not torch.equal(other[2], attend(kvs, queries)[2])
+
+
+def test_signs_that_do_not_fit_are_refused():
+    lsh = LSHConfig(5, 30, exact_below=0)
+    queries = torch.randn(1, 6, 24)
+    for shape in ((9, 6), (10, 5), (11, 6)):
+        with pytest.raises(ValueError, match="signs must have shape"):
+            attend([layer(lsh, [100])], queries, np.zeros(shape, np.uint16))
+    with pytest.raises(ValueError, match="signs must have shape"):
+        attend([layer(ScanConfig(), [100])], queries, np.zeros((10, 6), np.uint16))
+
+
+def test_segments_of_hashed_keys_are_the_cores_own():
+    lsh = LSHConfig(6, 40, exact_below=0)
+    keys, values = torch.randn(2, 2, 3000, 24)
+    kv, own = layer(lsh, []), layer(lsh, [])
+    own.append(keys, values)
+    kv._native.append_hashed(keys, values, signs_of(keys, lsh).numpy().view(np.uint16))
+    mine, theirs = (each._native.segment_memory(0)[1] for each in (kv, own))
+    assert (mine == theirs).mean() > 0.99  # but for projections that are all but zero
+    queries = torch.randn(6, 24)
+    torch.testing.assert_close(kv.attend(queries)[0], own.attend(queries)[0], atol=0.1, rtol=0.1)
+    for bad in (np.zeros((2, 15, 2999), np.uint16), np.zeros((1, 15, 3000), np.uint16)):
+        with pytest.raises(ValueError, match="signs must have shape"):
+            kv._native.append_hashed(keys, values, bad)
+    with pytest.raises(ValueError, match="a segment of hash tables"):
+        kv._native.append_hashed(keys[:, :0], values[:, :0], np.zeros((2, 15, 0), np.uint16))
+    spoiled = keys.clone()
+    spoiled[1, 5, 3] = torch.nan
+    with pytest.raises(ValueError, match="token 5 is NaN"):
+        kv._native.append_hashed(spoiled, values, signs_of(keys, lsh).numpy().view(np.uint16))
+    assert kv.num_tokens == 3000
+
+
+def pieces_of(kvs, samples, room=4000):
+    """Rows as `sample` gives them, in the form in which another device gives them."""
+    heads = kvs[0].num_heads
+    ids = np.zeros((len(kvs), heads, room), np.uint16)
+    logs = np.zeros((len(kvs), heads, room), np.float32)
+    pieces = max(sum(-(-n // PIECE) for n in kv.segment_sizes) for kv in kvs)
+    starts, counts = np.zeros((2, len(kvs), heads, pieces), np.int32)
+    for i, (kv, (rows, chances)) in enumerate(zip(kvs, samples, strict=True)):
+        for head in range(heads):
+            first = piece = 0
+            at = room  # from the end: pieces may lie anywhere
+            for tokens in kv.segment_sizes:
+                if tokens >= kv.index.shortest_indexed:
+                    for begin in range(first, first + tokens, PIECE):
+                        end = min(begin + PIECE, first + tokens)
+                        own = ((rows[head] >= begin) & (rows[head] < end)).numpy()
+                        count = int(own.sum())
+                        at -= count
+                        ids[i, head, at : at + count] = rows[head].numpy()[own] - first
+                        logs[i, head, at : at + count] = chances[head].numpy()[own]
+                        starts[i, head, piece], counts[i, head, piece] = at, count
+                        piece += 1
+                first += tokens
+    return ids, logs, starts, counts
+
+
+def test_drawn_rows_are_read_and_no_others():
+    scan = ScanConfig(2, 0.1, 4, exact_below=128)
+    kvs = [layer(scan, [9000, 60, 1500]), layer(scan, [300], seed=1), layer(scan, [20], seed=2)]
+    queries = torch.randn(3, 6, 24)
+    samples = [kv.sample(query, 0.3) for kv, query in zip(kvs, queries, strict=True)]
+    got = attend(kvs, queries, drawn=pieces_of(kvs, samples))
+    for mine, theirs in zip(got, attend(kvs, queries), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_drawn_rows_that_are_not_there_are_refused():
+    scan = ScanConfig(2, 0.1, 4)
+    kvs = [layer(scan, [1500])]
+    queries = torch.randn(1, 6, 24)
+    ids, logs, starts, counts = pieces_of(kvs, [kvs[0].sample(queries[0], 0.3)])
+
+    def refused(match, *drawn, kv=kvs[0], **named):
+        with pytest.raises(ValueError, match=match):
+            attend([kv], queries, drawn=drawn, **named)
+
+    for bad in (1500, 65535):
+        far = ids.copy()
+        far[0, 3, starts[0, 3, 1]] = bad
+        refused("is not among the", far, logs, starts, counts)
+    for start, count in ((-1, 1), (3999, 2), (0, -1), (2**31 - 1, 2**31 - 1)):
+        where, many = starts.copy(), counts.copy()
+        where[0, 2, 0], many[0, 2, 0] = start, count
+        refused("beyond the room", ids, logs, where, many)
+    refused("fewer pieces", ids, logs, starts[:, :, :1].copy(), counts[:, :, :1].copy())
+    refused("drawn must be", ids[:, :5].copy(), logs, starts, counts)
+    refused("drawn must be", ids, logs[:, :, :7].copy(), starts, counts)
+    refused("drawn is for an index of codes", ids, logs, starts, counts, exact=True)
+    refused("drawn is for an index of codes", ids, logs, starts, counts, kv=layer(None, [50]))
