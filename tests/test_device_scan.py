@@ -146,6 +146,8 @@ def test_codes_are_copied_once():
     first = DeviceCodes(kv, DEVICE)
     longer = kv.fork()
     longer.append(*torch.randn(2, 2, 300, 32))
-    second = DeviceCodes(longer, DEVICE, first)
+    second = DeviceCodes(longer, DEVICE)
+    forks = [DeviceCodes(kv.fork(), DEVICE) for _ in range(3)]
+    assert all(fork.segments[0][0] is first.segments[0][0] for fork in forks)
     assert second.segments[0][0] is first.segments[0][0]
     assert len(second.segments) == len(longer.segment_sizes)

@@ -126,7 +126,7 @@ def test_a_segment_that_fails_ends_its_request(monkeypatch):
         raise MemoryError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(HybridLayer, "_build", fails)
+        patched.setattr("magicpig.kv.hybrid_layer._build", fails)
         with pytest.raises(MemoryError, match="no more"):
             llm.generate([5] * 150, PARAMS)
     assert llm.generate([5] * 150, PARAMS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_KEPT = 8  # sizes of batches with graphs
 FIRST_STEPS = 1  # of a batch's size that are not recorded: most sizes are not seen again
+STEPS_WITHOUT = 100  # before graphs are tried again for which there was no memory
 ROOMIER = 9  # eighths of a context's length that buffers have room for
 
 
@@ -57,6 +59,7 @@ class StepGraphs:
         self._host_table = torch.zeros(lines, dtype=torch.int64, pin_memory=True)
         self._table = torch.zeros(lines, dtype=torch.int64, device=device)
         self.has_news = False  # in the host's table
+        self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._runs = False
         self.attentions = [attention_of(self, i, like) for i, like in enumerate(kvs[0].layers)]
         layers: list[Any] = [
@@ -77,7 +80,9 @@ class StepGraphs:
                 )
                 self._logits: Tensor = out.logits[:, -1].contiguous()
             except BaseException:
-                self._end()
+                if self._recording is not None:
+                    with suppress(RuntimeError):  # the first error tells
+                        self._end()
                 raise
             self._stretches.append((self._end(), None))
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -127,6 +132,7 @@ class StepGraphs:
             for tray in self._trays.values():
                 tray.forget()
         self._runs = True
+        self._copied.synchronize()  # of the last step, whose memory is written now
         columns = list(zip(*(kv.layers for kv in kvs), strict=True))
         for attention, layers in zip(self.attentions, columns, strict=True):
             attention.prepare(layers)
@@ -136,6 +142,7 @@ class StepGraphs:
         self._sent[0, :, 0] = torch.tensor(token_ids)
         self._sent[1, :, 0] = torch.tensor([kv.num_tokens for kv in kvs])
         self._ids.copy_(self._sent, non_blocking=True)
+        self._copied.record()
         done = None
         for graph, following in self._stretches:
             with trace.device_span("model"):
@@ -208,12 +215,17 @@ class Graphs:
         if self._seen[key] <= FIRST_STEPS:
             return None
         self._kept.pop(key, None)
+        kept = None
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
         gc.collect()  # what is freed while graphs are recorded may break them
+        torch.cuda.empty_cache()  # which is not done meanwhile, however little there is
         try:
             self._kept[key] = StepGraphs(self.model, kvs, self._stream)
-        except RuntimeError as error:
+        except torch.OutOfMemoryError:
+            self._seen[key] = -STEPS_WITHOUT
+            return None
+        except Exception as error:
             self._possible = False
             warnings.warn(
                 f"decode steps of {type(self.model).__name__} cannot be recorded as CUDA graphs "

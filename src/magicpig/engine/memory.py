@@ -24,7 +24,8 @@ from magicpig.kv.seats import ROOM
 
 SHARE = 0.9  # of the memory that is free, for keys, values and indexes
 AT_HAND = 3  # layers' worth of a prompt on the device: as it comes, as it is kept, and of the next
-FINISHED_AT_ONCE = 3  # layers of a prompt, made far
+FINISHED_AT_ONCE = 3  # layers of a prompt in host memory, made far
+FINISHED = 4  # layers' worth of memory that it takes to make one far, on the device
 HASHED, LONGEST_SEGMENT = (
     12_000,
     65_536,
@@ -116,12 +117,10 @@ class Needs:
         if not self._elsewhere:
             return Memory(min(1, len(layers)) * layer)
         pinned = [i for i in layers if self.plan.of(i).on_host]
-        others = len(layers) - len(pinned)
-        at_hand = AT_HAND * layer if pinned else 0
-        return Memory(
-            2 * len(pinned) * _power_of_two(layer // 2),
-            at_hand + min(FINISHED_AT_ONCE, others) * layer,
-        )
+        if not pinned:
+            return Memory(0, FINISHED * layer)
+        device = AT_HAND + min(FINISHED_AT_ONCE, len(layers) - len(pinned))
+        return Memory(2 * len(pinned) * _power_of_two(layer // 2), device * layer)
 
     def workspace(self) -> int:
         """Of the device, for a part of a prompt on its way through a layer, and for hashing it."""

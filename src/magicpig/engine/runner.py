@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,6 +33,7 @@ from magicpig.engine.memory import FINISHED_AT_ONCE, Needs, heads_of
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
+from magicpig.kv.courier import current
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.sequence import SequenceKV, step
 from magicpig.nn import pack
@@ -138,7 +139,10 @@ class Runner:
             raise ValueError(f"the model's dtype must be one of {list(DTYPES)}, not {model.dtype}")
         self.model = model
         self.device, self.dtype = model.device, model.dtype  # a packed model has no parameters
-        pack(model)
+        with self._there():
+            pack(model)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # of weights that were exchanged
         self.is_native = (
             self.device.type == "cpu" and self.dtype == torch.bfloat16 and not torch_has_tiles()
         )
@@ -176,11 +180,16 @@ class Runner:
             torch.set_num_threads(before)
 
     def begin(
-        self, prompt_ids: list[int], known: SequenceKV | None = None, watch: bool | None = None
+        self,
+        prompt_ids: list[int],
+        known: SequenceKV | None = None,
+        watch: bool | None = None,
+        early: bool = True,
     ) -> Prefill:
         """A prompt to be read. known: its first tokens, as a sequence that is read already.
 
         watch: whether to sum up the attention that its tokens get; None: if the plan asks for it.
+        early: whether to make far what can be while it is read; `finish_under` has no use for it.
         """
         if known is not None:
             layers = [
@@ -203,6 +212,7 @@ class Runner:
                     expected=len(prompt_ids),
                     watch=watched,
                     on_host=self._on_host(i),
+                    early=early,
                 )
             elif type(layer) is DynamicSlidingWindowLayer:
                 span = layer.sliding_window
@@ -211,8 +221,7 @@ class Runner:
         return Prefill(prompt_ids, Cache(layers), part_tokens=self.part_tokens)
 
     def _there(self) -> AbstractContextManager[None]:
-        """Kernels and events go to the model's device, whichever is the current one."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return current(self.device)
 
     def _on_host(self, layer: int) -> bool:
         return self.prompts_on_host and self.plan.of(layer).on_host
@@ -237,7 +246,7 @@ class Runner:
             with self._there(), torch.inference_mode():
                 return layer.to_sequence() if isinstance(layer, BatchLayer) else layer
 
-        if not self.prompts_on_host:
+        if not (self.prompts_on_host and self.plan.method.on_host):
             return SequenceKV(list(map(finished, prefill.cache.layers)), prefill.done)
         # A GPU hashes one layer's keys while the CPU sorts another's.
         with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
@@ -247,12 +256,13 @@ class Runner:
     def finish_under(self, prefill: Prefill, plans: Sequence[Plan]) -> list[SequenceKV]:
         """The prompt as a sequence of each plan."""
         columns: list[list[Any]] = []
-        for i, layer in enumerate(prefill.cache.layers):
-            if isinstance(layer, BatchLayer):
-                new_rows = [partial(self._new_row, plan, i, layer.span) for plan in plans]
-                columns.append(list(layer.to_sequences(new_rows)))
-            else:
-                columns.append([copy.deepcopy(layer) for _ in plans])
+        with self._there():
+            for i, layer in enumerate(prefill.cache.layers):
+                if isinstance(layer, BatchLayer):
+                    new_rows = [partial(self._new_row, plan, i, layer.span) for plan in plans]
+                    columns.append(list(layer.to_sequences(new_rows)))
+                else:
+                    columns.append([copy.deepcopy(layer) for _ in plans])
         return [SequenceKV(layers, prefill.done) for layers in zip(*columns, strict=True)]
 
     @torch.inference_mode()

@@ -23,6 +23,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
         self._let_in: dict[int, Request] = {}
+        self._pinned = Memory()
 
     def add(self, request: Request) -> None:
         memory = request.needed + request.reading
@@ -49,11 +50,14 @@ class Scheduler:
             return None
         request, let_in = self.waiting[0], self._let_in.values()
         memory = sum((other.needed for other in let_in), request.needed)
-        memory += reduce(Memory.most, (other.reading for other in let_in), request.reading)
+        reading = reduce(Memory.most, (other.reading for other in let_in), request.reading)
+        memory += reading.most(self._pinned)
         sequences = sum(other.params.n for other in let_in) + request.params.n
         if let_in and (not memory.fits(self.budget) or sequences > self.max_sequences):
             return None
         self._let_in[request.id] = request
+        if self.budget.device:  # prompts are in pinned memory, which is kept
+            self._pinned = self._pinned.most(Memory(request.reading.host))
         return self.waiting.popleft()
 
     def start(self, request: Request) -> None:

@@ -92,7 +92,7 @@ class Harness:
         watch = any(plan.method.watches_prompts for plan in plans)
         reads = []
         with self.runner.threads():
-            prefill = self.runner.begin(prompt_ids, watch=watch)
+            prefill = self.runner.begin(prompt_ids, watch=watch, early=False)
             for part in parts:
                 prefill.prompt_ids = prompt_ids[: prefill.done + len(part)]
                 while prefill.done < len(prefill.prompt_ids):

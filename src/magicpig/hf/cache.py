@@ -112,6 +112,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     expected: tokens that a prompt is likely to have.
     check: called before every use; raises when the layer may not be used (any more).
     on_host: whether a prompt is kept in host memory while it is read; for batches of one.
+    early: whether segments of such a prompt are made while it is read.
 
     following: the next layer with its prompt there, which is told when to fetch it.
     """
@@ -126,9 +127,11 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         check: Callable[[], None] | None = None,
         watch: bool = False,
         on_host: bool = False,
+        early: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.new_row, self.span, self.watch, self.on_host = new_row, span, watch, on_host
+        self.builds_early = early
         self.following: BatchLayer | None = None
         self.expected, self.check = expected, check
         self.is_sliding = span is not None
@@ -260,7 +263,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     def _build_early(self) -> None:
         """Begins to index tokens that are certain to become far, a segment at a time."""
         if (
-            not isinstance(self.prompt, HostPrompt)
+            not (self.builds_early and isinstance(self.prompt, HostPrompt))
             or self.num_known
             or self.expected < EARLY_TOKENS
         ):

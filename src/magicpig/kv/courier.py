@@ -55,12 +55,21 @@ class Errand:
             self._event.synchronize()
 
 
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Kernels and events go to this device, whichever is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def beside(device: torch.device) -> AbstractContextManager[None]:
     """For work on the device that goes beside what other threads ask of it."""
-    if device.type != "cuda":
-        return nullcontext()
+    return nullcontext() if device.type != "cuda" else torch.cuda.stream(_beside(device))
+
+
+@lru_cache(maxsize=16)
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all: torch has few streams, and gives them out by turns, also to graphs."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return torch.cuda.stream(stream)
+    return stream
 
 
 @lru_cache(maxsize=16)

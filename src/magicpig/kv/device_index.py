@@ -15,7 +15,7 @@ from torch import Tensor
 from magicpig import reference
 from magicpig.attention.gpu import has_triton
 from magicpig.config import LSHConfig
-from magicpig.kv.courier import courier
+from magicpig.kv.courier import courier, current
 from magicpig.kv.layer import LayerKV
 
 MAX_TOKENS = 65536  # of a segment
@@ -31,7 +31,8 @@ def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor)
         if not isinstance(kv.index, LSHConfig) or own.shape[1] < kv.index.shortest_indexed:
             kv.append(_on_host(own), values_here)
             continue
-        signs = _on_host(signs_of(own.to(device, non_blocking=True).to(kv.dtype), kv.index))
+        with current(device):
+            signs = _on_host(signs_of(own.to(device, non_blocking=True).to(kv.dtype), kv.index))
         kv._native.append_hashed(_on_host(own), values_here, signs.numpy().view(np.uint16))  # type: ignore[arg-type]
 
 
@@ -57,7 +58,7 @@ def _signs_of_head(keys: Tensor, lsh: LSHConfig) -> Tensor:
     centred = wide - mean
     border = (AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
     centred = torch.where(centred.norm(dim=-1, keepdim=True) > border, centred, 0.0)
-    return hashed(centred, directions_of(lsh, keys.shape[1], keys.device), _columns(lsh))
+    return hashed(centred, directions_of(lsh, keys.shape[1], keys.device), columns_of(lsh))
 
 
 @lru_cache(maxsize=8)
@@ -71,13 +72,14 @@ def directions_of(lsh: LSHConfig, head_dim: int, device: torch.device) -> Tensor
     return exchange_on_gpu.padded(directions)
 
 
-def _columns(lsh: LSHConfig) -> int:
+def columns_of(lsh: LSHConfig) -> int:
+    """Projections."""
     return lsh.num_tables * lsh.bits_per_table
 
 
 def words_of(lsh: LSHConfig) -> int:
     """Sixteen signs in each."""
-    return -(-_columns(lsh) // 16)
+    return -(-columns_of(lsh) // 16)
 
 
 def hashed(vectors: Tensor, directions: Tensor, columns: int, out: Tensor | None = None) -> Tensor:
@@ -99,9 +101,3 @@ def hashed(vectors: Tensor, directions: Tensor, columns: int, out: Tensor | None
     places = 1 << torch.arange(16, dtype=torch.int32, device=vectors.device)
     out.copy_((bits * places).sum(-1).to(torch.int16).T, non_blocking=True)
     return out
-
-
-def hash_queries(queries: Tensor, lsh: LSHConfig, out: Tensor) -> None:
-    """Signs of projections of queries [batch, heads, head_dim], as the native core wants them."""
-    directions = directions_of(lsh, queries.shape[2], queries.device)
-    hashed(queries.flatten(0, 1), directions, _columns(lsh), out)

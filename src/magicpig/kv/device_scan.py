@@ -5,8 +5,10 @@ The CPU keeps the rows, and reads those that were drawn.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -23,29 +25,42 @@ SEGMENTS, CHUNKS = 40, 32  # of a sequence, at most
 SHARE, LEAST_BLOCKS, MOST_BLOCKS = 8, 64, 256
 
 
+class _Copy:
+    """A segment's codes on a device. owner: holds the native core's, and so their address."""
+
+    def __init__(self, owner: Any, device: torch.device) -> None:
+        self.owner = owner
+        self.there = torch.from_numpy(owner.copy()).to(device)
+
+
+_copies: WeakValueDictionary[tuple[torch.device, int], _Copy] = WeakValueDictionary()
+_copying = threading.Lock()
+
+
 class DeviceCodes:
-    """Of the segments of a far context, each copied once.
+    """Of the segments of a far context, each copied once for all sequences that share it."""
 
-    previous: of the same sequence, or of one that it was forked from.
-    """
-
-    def __init__(
-        self, far: LayerKV, device: torch.device, previous: DeviceCodes | None = None
-    ) -> None:
+    def __init__(self, far: LayerKV, device: torch.device) -> None:
         self.far = far
-        known = previous._held if previous else {}
-        self._held: dict[int, tuple[Any, Tensor, int]] = {}  # by address, which is held too
+        self._held: list[tuple[_Copy, int]] = []
         for i, tokens in enumerate(far.segment_sizes):
             _, codes = far._native.segment_memory(i)
             if codes.size:
-                at = codes.ctypes.data
-                there = known[at][1] if at in known else torch.from_numpy(codes.copy()).to(device)
-                self._held[at] = codes, there, tokens
+                self._held.append((_copy_of(codes, device), tokens))
 
     @property
     def segments(self) -> list[tuple[Tensor, int]]:
         """Codes and tokens."""
-        return [(there, tokens) for _, there, tokens in self._held.values()]
+        return [(copy.there, tokens) for copy, tokens in self._held]
+
+
+def _copy_of(codes: Any, device: torch.device) -> _Copy:
+    key = device, codes.ctypes.data
+    with _copying:
+        found = _copies.get(key)
+        if found is None:
+            found = _copies[key] = _Copy(codes, device)
+        return found
 
 
 class DeviceScan:

@@ -8,6 +8,7 @@ results come back.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ class HybridLayer(NativeLayer):
         from magicpig.kv.device_scan import DeviceCodes  # which needs Triton
 
         if self._codes is None or self._codes.far is not self.far:
-            self._codes = DeviceCodes(self.far, self.shape.device, self._codes)
+            self._codes = DeviceCodes(self.far, self.shape.device)
         return self._codes
 
     def _new_window(self) -> DeviceWindow:
@@ -57,17 +58,8 @@ class HybridLayer(NativeLayer):
 
         keys, values: [num_kv_heads, tokens, head_dim], in host memory once the copies are made.
         """
-        self._early = [*self._early, builder(os.getpid()).submit(self._build, keys, values, copies)]
-
-    def _build(self, keys: Tensor, values: Tensor, copies: Sequence[Errand]) -> None:
-        for errand in copies:
-            errand.before_host()
-        with (
-            torch.inference_mode(),
-            beside(self.shape.device),
-            trace.span("segment", tokens=keys.shape[1]),
-        ):
-            self._append_far(self.far, keys, values)
+        job = builder(os.getpid()).submit(_build, weakref.ref(self), keys, values, copies)
+        self._early = [*self._early, job]
 
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
         if self._early:
@@ -109,6 +101,23 @@ class HybridLayer(NativeLayer):
                 attend_far(layers, tray, scale, softcap)()
                 out = tray.answer(queries)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
+
+
+def _build(
+    known: weakref.ref[HybridLayer], keys: Tensor, values: Tensor, copies: Sequence[Errand]
+) -> None:
+    """A segment of a layer, if that is still wanted."""
+    layer = known()
+    if layer is None:
+        return
+    for errand in copies:
+        errand.before_host()
+    with (
+        torch.inference_mode(),
+        beside(layer.shape.device),
+        trace.span("segment", tokens=keys.shape[1]),
+    ):
+        layer._append_far(layer.far, keys, values)
 
 
 def _attend_near(

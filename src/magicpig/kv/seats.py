@@ -140,9 +140,9 @@ def together(sitters: Sequence[Sitter]) -> Seats:
         return seats
     seats = Seats([sitter.seats.window(sitter.seat) for sitter in sitters])
     for i, sitter in enumerate(sitters):
-        for tensor in (sitter.seats.keys, sitter.seats.values):
-            _used_here(tensor)
         sitter.leave()
+        for tensor in (sitter.seats.keys, sitter.seats.values, sitter.seats.drawn):
+            _used_here(tensor)
         sitter.sit(seats, i)
     return seats
 

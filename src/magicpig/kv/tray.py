@@ -14,7 +14,7 @@ from magicpig.attention.gpu import has_triton
 from magicpig.attention.merge import merge
 from magicpig.config import IndexConfig, LSHConfig
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import MAX_NORM, hash_queries, words_of
+from magicpig.kv.device_index import MAX_NORM, columns_of, directions_of, hashed, words_of
 
 MOST_KEPT = 16  # of trays, by a thread
 PATIENCE = 10.0  # seconds, before a device is asked what is the matter
@@ -45,8 +45,9 @@ class Tray:
         self.asked = torch.empty(batch, heads, dim, dtype=shape.dtype, pin_memory=pinned)
         self._signs: Tensor | None = None
         self.signs: Any = None
-        self._index = index
+        self._hash: tuple[Tensor, int] | None = None
         if isinstance(index, LSHConfig):
+            self._hash = directions_of(index, dim, device), columns_of(index)  # graphs read it
             self._signs = torch.empty(
                 words_of(index), batch * heads, dtype=torch.int16, pin_memory=pinned
             )
@@ -72,8 +73,8 @@ class Tray:
         else:
             fine = _are_fine(queries)
             self.asked.copy_(torch.where(fine, queries, 0.0), non_blocking=True)
-        if self._signs is not None and isinstance(self._index, LSHConfig):
-            hash_queries(queries, self._index, self._signs)
+        if self._signs is not None and self._hash is not None:
+            hashed(queries.flatten(0, 1), *self._hash, self._signs)
 
     def begin(self) -> None:
         """Before a step that is not recorded."""
