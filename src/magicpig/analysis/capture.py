@@ -17,7 +17,8 @@ from magicpig.attention.plan import make_plan
 from magicpig.config import WindowConfig
 from magicpig.engine.memory import heads_of
 from magicpig.engine.runner import Prefill, Runner
-from magicpig.hf.cache import BatchLayer, begin_pass
+from magicpig.hf.cache import BatchLayer
+from magicpig.hf.tagged import begin_pass
 from magicpig.models import LoadedModel
 
 

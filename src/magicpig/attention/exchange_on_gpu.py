@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from magicpig.attention.kernel_sizes import wide
+
 COLUMNS = 128  # of the projection, at once
 MOST = tl.constexpr(1e36)  # a squared norm: the native core takes no larger vectors
 
@@ -77,14 +79,10 @@ def _answer(
         tl.store(length, tl.load(length) + 1, mask=head % HEADS == 0)
 
 
-def _wide(dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(dim)))
-
-
 def ask(queries: Tensor, asked: Tensor) -> None:
     """Queries [batch, heads, dim] to host memory."""
     dim = queries.shape[2]
-    _ask[(queries.shape[0] * queries.shape[1],)](queries, asked, DIM=dim, WIDE=_wide(dim))
+    _ask[(queries.shape[0] * queries.shape[1],)](queries, asked, DIM=dim, WIDE=wide(dim))
 
 
 def padded(directions: Tensor) -> Tensor:
@@ -109,7 +107,7 @@ def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor)
         columns,
         stride,
         DIM=dim,
-        WIDE=_wide(dim),
+        WIDE=wide(dim),
         COLUMNS=COLUMNS,
     )
 
@@ -135,7 +133,7 @@ def answer(
         near[1] if advanced is None else advanced,
         HEADS=heads,
         DIM=dim,
-        WIDE=_wide(dim),
+        WIDE=wide(dim),
         HAS_FAR=far is not None,
         ADVANCE=advanced is not None,
     )

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from magicpig.attention.kernel_sizes import wide
+
 BLOCK = 16  # keys, coded together
 PIECE = 1024  # keys that a program draws from; the native core has the same number
 CHUNK = 256  # keys of a sample that a program weighs
@@ -198,10 +200,6 @@ def _draw(
         tl.store(log_probability + at, log_p, mask=fits)
 
 
-def _wide(dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(dim)))
-
-
 class Drawing:
     """Draws rows for a batch, into buffers on the device.
 
@@ -263,13 +261,13 @@ class Drawing:
         count = self.batch * self.heads
         _prepare[(count,)](
             queries, self.rotation, self.codes, self.lines, self.hashes, scale, self.seed,
-            DIM=dim, WIDE=_wide(coded), CODED=coded, TOP=float(2**self.bits - 1),
+            DIM=dim, WIDE=wide(coded), CODED=coded, TOP=float(2**self.bits - 1),
         )  # fmt: skip
         same = {
             "GROUP": group,
             "HEADS": triton.next_power_of_2(group),
             "DIM": dim,
-            "WIDE": _wide(dim),
+            "WIDE": wide(dim),
             "CODED": coded,
             "BITS": self.bits,
             "FAST": queries.is_cuda,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AT_ONCE = 16384  # bytes of keys, looked at together
+from magicpig.attention.kernel_sizes import TYPES, keys_at_once, wide
+
 PROGRAMS = 512  # that a launch should have at least, to fill a GPU
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -92,9 +93,6 @@ def _join(
     tl.store(lse + head, peak + tl.log(total))
 
 
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
 def attend(
     queries: Tensor,
     contexts: Tensor,
@@ -109,8 +107,6 @@ def attend(
     tokens, dim] of the dtype, and the tokens.
     """
     batch, heads, dim = queries.shape
-    wide = max(16, triton.next_power_of_2(dim))
-    block = min(64, max(16, AT_ONCE // (wide * dtype.itemsize)))
     parts = max(1, min(128, PROGRAMS // (batch * kv_heads)))
     outs = torch.empty(batch, heads, parts, dim, device=queries.device)
     lses = torch.empty(batch, heads, parts, device=queries.device)
@@ -127,13 +123,13 @@ def attend(
         GROUP=group,
         HEADS=max(16, triton.next_power_of_2(group)),
         DIM=dim,
-        WIDE=wide,
-        BLOCK=block,
+        WIDE=wide(dim),
+        BLOCK=keys_at_once(dim, dtype),
         HAS_SOFTCAP=softcap is not None,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         KEYS=TYPES[dtype],
     )
     _join[(batch * heads,)](
-        outs, lses, out, lse, parts, DIM=dim, WIDE=wide, PARTS=triton.next_power_of_2(parts)
+        outs, lses, out, lse, parts, DIM=dim, WIDE=wide(dim), PARTS=triton.next_power_of_2(parts)
     )
     return out, lse

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AT_ONCE = 16384  # bytes of a window's keys, looked at together
+from magicpig.attention.kernel_sizes import TYPES, keys_at_once, wide
+
 LOG2_E = tl.constexpr(math.log2(math.e))
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -96,9 +96,8 @@ def step(
     batch, heads, dim = queries.shape
     kv_heads, keys_dtype = new_keys.shape[1], new_keys.dtype
     group = heads // kv_heads
-    wide = torch.float32 in (queries.dtype, keys_dtype)
-    dtype = torch.float32 if wide else keys_dtype
-    wide_dim = max(16, triton.next_power_of_2(dim))
+    exact = torch.float32 in (queries.dtype, keys_dtype)
+    dtype = torch.float32 if exact else keys_dtype
     _step[batch, kv_heads](
         queries.to(dtype).contiguous(),
         new_keys.contiguous(),
@@ -111,9 +110,9 @@ def step(
         GROUP=group,
         HEADS=max(16, triton.next_power_of_2(group)),
         DIM=dim,
-        WIDE=wide_dim,
-        BLOCK=min(64, max(16, AT_ONCE // (wide_dim * dtype.itemsize))),
+        WIDE=wide(dim),
+        BLOCK=keys_at_once(dim, dtype),
         HAS_SOFTCAP=softcap is not None,
-        PRECISION="ieee" if wide else "tf32",
+        PRECISION="ieee" if exact else "tf32",
         KEYS=TYPES[keys_dtype],
     )

@@ -20,8 +20,7 @@ from transformers.cache_utils import Cache
 
 from magicpig import trace
 from magicpig.config import draws_on_gpus
-from magicpig.hf.cache import TaggedLayer, begin_pass
-from magicpig.kv.base import SequenceLayer
+from magicpig.hf.tagged import DecodeLayer, begin_pass
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.sequence import SequenceKV
 from magicpig.kv.tray import Tray
@@ -63,7 +62,7 @@ class StepGraphs:
         self._runs = False
         self.attentions = [attention_of(self, i, like) for i, like in enumerate(kvs[0].layers)]
         layers: list[Any] = [
-            _RecordedLayer(attention, like)
+            DecodeLayer(attention.record_dense, like.num_tokens, like.span)
             for attention, like in zip(self.attentions, kvs[0].layers, strict=True)
         ]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -154,41 +153,6 @@ class StepGraphs:
             attention.finish(layers)
         self._runs = False
         return self._logits.clone()
-
-
-class _RecordedLayer(TaggedLayer):
-    """Stands for a layer of a batch while a step is recorded."""
-
-    def __init__(self, attention: Attention, like: SequenceLayer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.attention, self.like = attention, like
-        self.is_sliding = like.span is not None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self.give(key_states, value_states)
-
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Tensor:
-        query, key, value = (x.squeeze(2).contiguous() for x in (queries, keys, values))
-        return self.attention.record(query, key, value, scale, softcap).unsqueeze(1)
-
-    def get_seq_length(self) -> int:
-        return self.like.num_tokens
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
 
 
 class Graphs:

@@ -38,12 +38,20 @@ class Attention:
     def __init__(self, graphs: StepGraphs, number: int, like: SequenceLayer) -> None:
         self.graphs, self.number = graphs, number
 
+    def record_dense(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        """`record`, of tensors as models give them."""
+        tensors = queries.contiguous(), keys.contiguous(), values.contiguous()
+        return self.record(*tensors, scale, softcap)
+
     def record(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         """Its part in the graphs; called once, while the model is recorded.
 
-        queries: [batch, heads, dim]; keys, values: [batch, kv_heads, dim]. Returns the output.
+        queries: [batch, heads, dim]; keys, values: [batch, kv_heads, dim]; all contiguous. Returns
+        the output.
         """
         self._tensors, self._scoring = (queries, keys, values), (scale, softcap)
         self.graphs.cut(self)

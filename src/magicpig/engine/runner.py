@@ -31,7 +31,8 @@ from magicpig.engine.graphs import Graphs
 from magicpig.engine.halves import Halves
 from magicpig.engine.memory import FINISHED_AT_ONCE, Needs, heads_of
 from magicpig.hf.attention import ENGINE, register
-from magicpig.hf.cache import BatchLayer, TaggedLayer, begin_pass
+from magicpig.hf.cache import BatchLayer
+from magicpig.hf.tagged import DecodeLayer, begin_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.courier import current
 from magicpig.kv.layer import DTYPES
@@ -40,41 +41,6 @@ from magicpig.nn import pack
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
-
-
-class DecodeLayer(TaggedLayer):
-    """One layer of the sequences of a decode step."""
-
-    def __init__(self, rows: list[SequenceLayer]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rows = rows
-        self.is_sliding = rows[0].span is not None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self.give(key_states, value_states)
-
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Tensor:
-        query, key, value = queries.squeeze(2), keys.squeeze(2), values.squeeze(2)
-        return step(self.rows, query, key, value, scale, softcap).unsqueeze(1)
-
-    def get_seq_length(self) -> int:
-        return max(row.num_tokens for row in self.rows)
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
 
 
 @dataclass
@@ -115,6 +81,11 @@ def check_supported(config: PreTrainedConfig) -> None:
     _, dim = heads_of(config)
     if dim % 8 or not 8 <= dim <= 256:
         raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
+
+
+def _decode_layer(rows: Sequence[SequenceLayer]) -> DecodeLayer:
+    longest = max(row.num_tokens for row in rows)
+    return DecodeLayer(partial(step, rows), longest, rows[0].span)
 
 
 def _link(layers: Sequence[Any]) -> None:
@@ -304,7 +275,7 @@ class Runner:
 
     def _decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
         layers: list[Any] = [
-            DecodeLayer(list(rows)) if isinstance(rows[0], SequenceLayer) else rows[0]
+            _decode_layer(rows) if isinstance(rows[0], SequenceLayer) else rows[0]
             for rows in zip(*(kv.layers for kv in kvs), strict=True)
         ]
         positions = [[kv.num_tokens] for kv in kvs]

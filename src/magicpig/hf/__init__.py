@@ -15,7 +15,8 @@ from magicpig.attention.base import Method
 from magicpig.attention.plan import Plan, make_plan
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.hf.attention import DROP_IN, register
-from magicpig.hf.cache import BatchLayer, begin_pass, full_attention_layers
+from magicpig.hf.cache import BatchLayer, full_attention_layers
+from magicpig.hf.tagged import begin_pass
 
 __all__ = ["enable"]
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from magicpig.attention.exact import exact_attention
 from magicpig.config import UnsupportedModel
-from magicpig.hf.cache import TAG, TaggedLayer, expect_none
+from magicpig.hf.tagged import TAG, TaggedLayer, expect_none
 
 DROP_IN = "magicpig"  # masks as for transformers' own attention
 ENGINE = "magicpig_engine"  # no masks: nothing is padded

@@ -7,19 +7,17 @@ single token the rows become sequences, without their padding: a window and a fa
 from __future__ import annotations
 
 import copy
-import threading
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
-from magicpig.config import UnsupportedModel
+from magicpig.hf.tagged import TaggedLayer
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
@@ -28,79 +26,8 @@ from magicpig.kv.sequence import step
 from magicpig.kv.tensor_layer import TensorLayer
 
 EARLY_TOKENS = 65536  # of a prompt, indexed while the rest is read: a full segment
-TAG = "_magicpig_layer"  # on the keys that `update` returns: the attention function finds us there
-UNUSUAL = (
-    "this model changes or shares keys and values between its cache and its attention, "
-    "which magicpig cannot follow"
-)
-
-
-_expecting = threading.local()  # .layer: whose keys the next attention in this thread must be over
-
 
 NewRow = Callable[[LayerShape], SequenceLayer]
-
-
-class TaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer that does the attention over its tokens itself.
-
-    What `update` returns goes, untouched, into exactly one call of the attention function. A model
-    that does otherwise would attend to a part of its tokens only: that is an error.
-    """
-
-    supports_early_init = False
-    _given: tuple[Tensor, Tensor] | None = None
-
-    def give(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values for the attention function, which finds the layer on the keys."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError("magicpig does not run in compiled models; leave out torch.compile")
-        expect_none()
-        setattr(keys, TAG, self)
-        self._given = keys, values
-        _expecting.layer = self
-        return keys, values
-
-    def receive(self, keys: Tensor, values: Tensor) -> None:
-        """Checks what arrives at the attention function."""
-        given, self._given = self._given, None
-        _expecting.layer = None
-        if given is None or given[0] is not keys or given[1] is not values:
-            raise UnsupportedModel(UNUSUAL)
-
-    @abstractmethod
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Output [batch, tokens, heads, dim] for queries [batch, heads, tokens, dim].
-
-        keys, values: as `update` returned them, of a whole prompt or of one new token.
-        """
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        if key_states.shape != value_states.shape:
-            raise ValueError(
-                f"keys {list(key_states.shape)} and values {list(value_states.shape)} must agree "
-                "in shape; this model's attention is of a kind that magicpig cannot do"
-            )
-
-
-def begin_pass() -> None:
-    """Before a forward pass: whatever became of the last one, nothing is expected from it."""
-    _expecting.layer = None
-
-
-def expect_none() -> None:
-    """Raises when the attention function was not called, or not with the keys it should be."""
-    if getattr(_expecting, "layer", None) is not None:
-        _expecting.layer = None
-        raise UnsupportedModel(UNUSUAL)
 
 
 class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
