@@ -12,8 +12,9 @@ them. On a CPU weights are float32.
 
 "CPU busy": the share of a step in which far contexts are attended to; "threads": of what all
 threads have in that step, those at work on it. "GPU busy": the share in which it has something to
-do. Both from the trace of one step. "of roof": bytes of rows, codes and buckets that the CPU reads,
-per second, of streamed reads.
+do other than to wait. "between": for one sequence, from the end of attention to one far context to
+the beginning of the next, in the middle of all layers. All from traces of a few steps. "of roof":
+bytes of rows, codes and buckets that the CPU reads, per second, of streamed reads.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ SYSTEMS = ("full", "kv-stream", "cpu-dense", "lsh:10:150", "lsh:10:170", "scan:2
 NEW_TOKENS = 64
 ATTENTION = ("far context", "attention")  # spans on the CPU
 WARM_UP = 3
+TRACED = 3  # steps
 LEAST_STEPS = 5
 console = Console(stderr=True, highlight=False)
 
@@ -80,6 +82,7 @@ class Point:
     cpu_busy: float | None = None
     threads_busy: float | None = None
     gpu_busy: float | None = None
+    us_between: float | None = None
     host_gb_per_second: float | None = None
     of_roof: float | None = None
     keys_read: float | None = None
@@ -206,7 +209,7 @@ class Bench:
         if not by_codes:  # which the GPU reads
             pairs = zip(costs, before, strict=True)
             moved += sum(now.search_bytes - then.search_bytes for now, then in pairs)
-        cpu_busy, gpu_busy = busy(step)
+        cpu_busy, gpu_busy, between = busy(step)
         on_host = runner.plan.method.on_host
         by_cpu = any(isinstance(layer, NativeLayer) for layer in kvs[0].attention_layers)
         rows, tokens = sum(c.rows for c in costs), sum(c.tokens for c in costs)
@@ -220,6 +223,7 @@ class Bench:
             cpu_busy if by_cpu else None,
             working / whole / magicpig.num_threads() if by_cpu else None,
             gpu_busy if self.device.type == "cuda" else None,
+            between if by_cpu and len(kvs) == 1 else None,
             moved / whole / 1e9 if by_cpu else None,
             moved / whole / self.roof if by_cpu else None,
             rows / max(tokens, 1),
@@ -228,14 +232,24 @@ class Bench:
         )
 
 
-def busy(step: Callable[[], float]) -> tuple[float, float]:
-    """Shares of a step in which the CPU attends, and in which the GPU works."""
-    with tempfile.TemporaryDirectory() as folder, trace.recording(Path(folder) / "step.json") as it:
-        whole = 1e6 * step()
-        spans = [event for event in it.as_dict()["traceEvents"] if event["ph"] == "X"]
-    attention = [s for s in spans if s["pid"] == trace.CPU and s["name"] in ATTENTION]
-    far = covered(attention)
-    return far / whole, covered([span for span in spans if span["pid"] == trace.GPU]) / whole
+def busy(step: Callable[[], float]) -> tuple[float, float, float | None]:
+    """Shares of a step in which the CPU attends, and in which the GPU works; and microseconds
+    between calls of attention."""
+    cpu, gpu, between = [], [], []
+    for _ in range(TRACED):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            trace.recording(Path(folder) / "step.json") as it,
+        ):
+            whole = 1e6 * step()
+            spans = [event for event in it.as_dict()["traceEvents"] if event["ph"] == "X"]
+        attention = [s for s in spans if s["pid"] == trace.CPU and s["name"] in ATTENTION]
+        cpu.append(covered(attention) / whole)
+        gpu.append(covered([span for span in spans if span["pid"] == trace.GPU]) / whole)
+        attention.sort(key=lambda span: float(span["ts"]))
+        between += [b["ts"] - a["ts"] - a["dur"] for a, b in itertools.pairwise(attention)]
+    middle = statistics.median(between) if between else None
+    return statistics.median(cpu), statistics.median(gpu), middle
 
 
 def covered(spans: list[dict[str, Any]]) -> float:
@@ -254,8 +268,8 @@ def thread_seconds(kvs: list[SequenceKV]) -> float:
 
 
 HEADER = (
-    "system,context,batch,fits,ms/step,tokens/s,CPU busy,threads,GPU busy,GB/s,of roof,keys,"
-    "GPU GB,CPU GB"
+    "system,context,batch,fits,ms/step,tokens/s,CPU busy,threads,GPU busy,between us,GB/s,of roof,"
+    "keys,GPU GB,CPU GB"
 )
 
 
@@ -281,6 +295,7 @@ def table(points: list[Point]) -> str:
             cell(p.cpu_busy, ".0%"),
             cell(p.threads_busy, ".0%"),
             cell(p.gpu_busy, ".0%"),
+            cell(p.us_between, ".0f"),
             cell(p.host_gb_per_second, ".1f"),
             cell(p.of_roof, ".0%"),
             cell(p.keys_read, ".2%"),

@@ -360,14 +360,22 @@ NB_MODULE(_native, m) {
         "So many of the pool's threads leave their cores to others, until it is called again.");
   m.def(
       "wait_for",
-      [](const In<int32_t, 1>& number, int32_t value, double seconds) {
+      [](const In<int64_t, 1>& number, int64_t value, double seconds) {
         if (number.size() == 0) refuse("number must not be empty");
-        const int32_t* place = number.data();
+        const int64_t* place = number.data();
         nb::gil_scoped_release release;
         return wait_for(place, value, seconds);
       },
       "number"_a.noconvert(), "value"_a, "seconds"_a,
       "Waits until another device has written the value to number[0]; False where that takes longer than `seconds`.");
+  m.def(
+      "tell",
+      [](const Out<int64_t, 1>& number, int64_t value) {
+        if (number.size() == 0) refuse("number must not be empty");
+        tell(number.data(), value);
+      },
+      "number"_a.noconvert(), "value"_a,
+      "Writes the value to number[0], behind all that was written before, for another device.");
 
   m.def("exp", &exp_of, "x"_a.noconvert(), "out"_a.noconvert(), "The kernels' exponential, for tests.");
   m.def("log_inclusion_probability", &log_inclusion_probability, "angle_over_pi"_a, "bits_per_table"_a, "num_tables"_a,

@@ -233,7 +233,7 @@ void parallel_for(size_t count, TaskRef task) {
   }
 }
 
-bool wait_for(const int32_t* number, int32_t value, double seconds) {
+bool wait_for(const int64_t* number, int64_t value, double seconds) {
   const Stopwatch watch;
   for (;;) {
     for (int i = 0; i < 1024; ++i, pause())
@@ -241,6 +241,8 @@ bool wait_for(const int32_t* number, int32_t value, double seconds) {
     if (watch.seconds() > seconds) return false;
   }
 }
+
+void tell(int64_t* number, int64_t value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
 
 size_t num_threads() {
   std::lock_guard<std::mutex> lock(current->mutex);

@@ -44,7 +44,9 @@ void wait_until(const F& done) {
 }
 
 // For a number that another device writes: whether it became `value` within so many seconds.
-bool wait_for(const int32_t* number, int32_t value, double seconds);
+bool wait_for(const int64_t* number, int64_t value, double seconds);
+// For a number that another device waits for: it sees all that was written before.
+void tell(int64_t* number, int64_t value);
 
 // Threads that work on a call, the caller's included. At first: the CPUs this process may use, or MAGICPIG_NUM_THREADS.
 size_t num_threads();

@@ -14,7 +14,7 @@ from magicpig.evals.harness import Harness
 from magicpig.kv import hybrid_layer
 from magicpig.kv.device_index import append_from
 from magicpig.models import LoadedModel
-from magicpig.nn import FusedMLP, RMSNorm, pack
+from magicpig.nn import FusedMLP, Joint, RMSNorm, pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -274,7 +274,8 @@ def test_models_that_cannot_be_recorded_go_on(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_fused_models_give_the_same_numbers(name):
-    """In half precision norms, MLPs and rotary embeddings are kernels of ours."""
+    """In half precision norms, MLPs and rotary embeddings are kernels of ours; q, k and v are one
+    product."""
     model = make_model(name).to(torch.bfloat16).cuda()
     ids = torch.randint(3, 200, (2, 40)).cuda()
     with torch.no_grad():
@@ -282,6 +283,6 @@ def test_fused_models_give_the_same_numbers(name):
         pack(model)
         got = model(ids).logits.float()
     kinds = {type(module) for module in model.modules()}
-    assert {FusedMLP, RMSNorm} <= kinds
+    assert {FusedMLP, Joint, RMSNorm} <= kinds
     assert any("forward" in vars(module) for module in model.modules())
     assert (got - expected).norm() < 0.02 * expected.norm()

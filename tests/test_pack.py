@@ -9,7 +9,8 @@ import torch
 import transformers as tf
 from torch import nn
 
-from magicpig.nn import GatedMLP, PackedEmbedding, PackedLinear, RMSNorm, pack
+from magicpig.nn import GatedMLP, Joint, PackedEmbedding, PackedLinear, RMSNorm, pack
+from magicpig.nn.joint import Share
 
 SIZES = {
     "hidden_size": 64,
@@ -253,3 +254,19 @@ def test_a_tied_embedding_of_unknown_kind_keeps_its_weight():
     assert model.embedding is embedding
     assert model.head is head
     assert type(model.other) is PackedLinear
+
+
+def test_layers_of_one_input_as_one_product():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, size, bias=size == 5) for size in (6, 5, 7)]
+    joint = Joint(layers)
+    shares = [Share(joint, i) for i in range(3)]
+    one, other = torch.randn(2, 3, 8), torch.randn(4, 8)
+    with torch.no_grad():
+        for order in ((0, 1, 2), (2, 2, 0), (1,), (0, 1, 2)):
+            for x in (one, other):
+                for i in order:
+                    torch.testing.assert_close(shares[i](x), layers[i](x))
+    assert joint._last.x is None  # all were asked for: nothing is kept
+    with pytest.raises(RuntimeError, match="no gradient"):
+        shares[0](one.requires_grad_())

@@ -160,10 +160,11 @@ def test_threads_that_rest_come_back():
 
 
 def test_waiting_for_a_number():
-    number = np.zeros(1, np.int32)
+    number, large = np.zeros(1, np.int64), 2**40
     assert _native.wait_for(number, 0, 1.0)
-    assert not _native.wait_for(number, 1, 0.01)
-    threading.Timer(0.05, lambda: number.__setitem__(0, 1)).start()
-    assert _native.wait_for(number, 1, 10.0)
-    with pytest.raises(ValueError, match="empty"):
-        _native.wait_for(np.zeros(0, np.int32), 1, 0.0)
+    assert not _native.wait_for(number, large, 0.01)
+    threading.Timer(0.05, lambda: _native.tell(number, large)).start()
+    assert _native.wait_for(number, large, 10.0)
+    for call in (lambda none: _native.wait_for(none, 1, 0.0), lambda none: _native.tell(none, 1)):
+        with pytest.raises(ValueError, match="empty"):
+            call(np.zeros(0, np.int64))

@@ -1,12 +1,13 @@
 """Kernels in Triton against plain torch: on a GPU, or interpreted (TRITON_INTERPRET=1)."""
 
 import os
+import time
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from magicpig import LSHConfig, reference
+from magicpig import LSHConfig, _native, reference
 from magicpig.attention.mass import attention_mass
 from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
@@ -103,6 +104,28 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     torch.testing.assert_close(out[fine].float(), wanted[fine], atol=1e-2, rtol=1e-2)
     assert out[~fine].isnan().all()
     torch.testing.assert_close(alone[fine].float(), near[0].cpu()[fine], atol=1e-2, rtol=1e-2)
+
+
+def test_each_waits_for_the_other():
+    from magicpig.attention import exchange_on_gpu
+
+    ticket = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    arrived, answered = torch.zeros(2, 1, dtype=torch.int64, pin_memory=CUDA)
+    stamps = torch.zeros(3, dtype=torch.int64, device=DEVICE) if CUDA else None
+    for number in (1, 2**40):
+        ticket.fill_(number - 1)
+        answered.fill_(number - 1 if CUDA else number)
+        exchange_on_gpu.send(ticket, arrived, None if stamps is None else stamps[:1])
+        exchange_on_gpu.await_answer(ticket, answered, None if stamps is None else stamps[1:])
+        assert _native.wait_for(arrived.numpy(), number, 10.0)
+        if CUDA:
+            time.sleep(0.05)
+            assert not torch.cuda.current_stream().query()
+            _native.tell(answered.numpy(), number)
+            torch.cuda.synchronize()
+            sent, began, ended = stamps.tolist()
+            assert sent <= began <= ended - 0.04e9 < sent + 10e9
+        assert ticket.item() == number
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -99,9 +99,14 @@ def rest_threads(count: int) -> None:
     So many of the pool's threads leave their cores to others, until it is called again.
     """
 
-def wait_for(number: Annotated[torch.Tensor, dict(dtype='int32', shape=(None,), order='C', device='cpu', writable=False)], value: int, seconds: float) -> bool:
+def wait_for(number: Annotated[torch.Tensor, dict(dtype='int64', shape=(None,), order='C', device='cpu', writable=False)], value: int, seconds: float) -> bool:
     """
     Waits until another device has written the value to number[0]; False where that takes longer than `seconds`.
+    """
+
+def tell(number: Annotated[torch.Tensor, dict(dtype='int64', shape=(None,), order='C', device='cpu')], value: int) -> None:
+    """
+    Writes the value to number[0], behind all that was written before, for another device.
     """
 
 def exp(x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu')]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from magicpig.attention.gpu import has_triton
 from magicpig.files import write_whole
 
 CPU, GPU = 1, 2  # "processes" of a trace
@@ -31,8 +32,10 @@ class Trace:
         self._events: list[dict[str, Any]] = []
         self._on_device: list[tuple[str, torch.cuda.Event, torch.cuda.Event, int, dict[str, Any]]]
         self._on_device = []
+        self._stamps: list[tuple[torch.Tensor, list[str | None], int]] = []
         self._origin: torch.cuda.Event | None = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._zero = _gpu_time()
             torch.cuda.synchronize()
             self._start = time.perf_counter()
             self._origin = _now()
@@ -59,6 +62,10 @@ class Trace:
         finally:
             stream = torch.cuda.current_stream().cuda_stream
             self._on_device.append((name, begin, _now(), stream, arguments))
+
+    def device_stamps(self, stamps: torch.Tensor, spans: list[str | None]) -> None:
+        stream = torch.cuda.current_stream(stamps.device).cuda_stream
+        self._stamps.append((stamps[: len(spans)].clone(), spans, stream))
 
     def _add(
         self,
@@ -88,7 +95,12 @@ class Trace:
             for name, begin, end, stream, arguments in self._on_device:
                 at, took = self._origin.elapsed_time(begin), begin.elapsed_time(end)
                 self._add(name, GPU, stream, at / 1e3, took / 1e3, arguments)
-            self._on_device = []
+            for stamps, spans, stream in self._stamps:
+                times = [(stamp - self._zero) / 1e9 - self._start for stamp in stamps.tolist()]
+                for done, begin, end in zip(spans[1:], times, times[1:], strict=False):
+                    if done:
+                        self._add(done, GPU, stream, begin, end - begin, {})
+            self._on_device, self._stamps = [], []
         names = [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
             for pid, name in ((CPU, "CPU"), (GPU, "GPU"))
@@ -103,6 +115,22 @@ def _now() -> torch.cuda.Event:
     return event
 
 
+def _gpu_time() -> int:
+    """What a GPU's clock shows more than perf_counter, in nanoseconds."""
+    if not has_triton(torch.device("cuda")):
+        return 0
+    from magicpig.attention.exchange_on_gpu import write_stamp
+
+    stamp = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for _ in range(2):  # the first may compile
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        write_stamp(stamp)
+        torch.cuda.synchronize()
+        middle = (begin + time.perf_counter()) / 2
+    return int(stamp) - int(1e9 * middle)
+
+
 _current: Trace | None = None
 
 
@@ -114,6 +142,13 @@ def span(name: str, **arguments: Any) -> AbstractContextManager[None]:
 def device_span(name: str, **arguments: Any) -> AbstractContextManager[None]:
     """Something that the calling thread asks of the device, when the device does it."""
     return nullcontext() if _current is None else _current.device_span(name, arguments)
+
+
+def device_stamps(stamps: torch.Tensor, spans: list[str | None]) -> None:
+    """What the device did before each stamp, by the device's clock, int64 [spans] nanoseconds, that
+    kernels write which were asked for by now. None: nothing."""
+    if _current is not None:
+        _current.device_stamps(stamps, spans)
 
 
 def check_path(path: Path) -> None:

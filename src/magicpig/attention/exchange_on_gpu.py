@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from magicpig.attention.kernel_sizes import wide
 
@@ -52,6 +53,38 @@ def _signs(
     place = group[None, :] * count + rows[:, None]
     mask = (rows < count)[:, None] & (group * 16 < columns)[None, :]
     tl.store(signs + place, words.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _stamp(stamp):
+    tl.store(stamp, globaltimer())
+
+
+@triton.jit
+def _send(ticket, arrived, stamp, HAS_STAMP: tl.constexpr, ON_GPU: tl.constexpr):
+    """The next ticket, which shows the host that all before it in the stream has arrived."""
+    number = tl.load(ticket) + 1
+    tl.store(ticket, number)
+    if HAS_STAMP:
+        tl.store(stamp, globaltimer())
+    if ON_GPU:  # what earlier kernels wrote to the host's memory is there before the ticket
+        number = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [number], tl.int64, False, 1
+        )
+    tl.store(arrived, number)
+
+
+@triton.jit
+def _await(ticket, answered, stamps, HAS_STAMPS: tl.constexpr):
+    """Until the host has answered what was sent with the ticket."""
+    if HAS_STAMPS:
+        tl.store(stamps, globaltimer())
+    number = tl.load(ticket)
+    seen = tl.load(answered, volatile=True)
+    while seen < number:
+        seen = tl.load(answered, volatile=True)
+    if HAS_STAMPS:
+        tl.store(stamps + 1, globaltimer())
 
 
 @triton.jit
@@ -110,6 +143,32 @@ def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor)
         WIDE=wide(dim),
         COLUMNS=COLUMNS,
     )
+
+
+def write_stamp(stamp: Tensor) -> None:
+    """The GPU's time, in nanoseconds, when it comes to this."""
+    _stamp[(1,)](stamp, num_warps=1)
+
+
+def send(ticket: Tensor, arrived: Tensor, stamp: Tensor | None) -> None:
+    """Counts the ticket up, and writes it to `arrived` in host memory. All int64 [1]."""
+    _send[(1,)](
+        ticket,
+        arrived,
+        ticket if stamp is None else stamp,
+        HAS_STAMP=stamp is not None,
+        ON_GPU=ticket.is_cuda,
+        num_warps=1,
+    )
+
+
+def await_answer(ticket: Tensor, answered: Tensor, stamps: Tensor | None) -> None:
+    """The stream goes on when `answered`, in host memory, has come to the ticket. All int64 [1].
+
+    stamps: int64 [2], for when the GPU began to wait and when it ended.
+    """
+    shown = ticket if stamps is None else stamps
+    _await[(1,)](ticket, answered, shown, HAS_STAMPS=stamps is not None, num_warps=1)
 
 
 State = tuple[Tensor, Tensor]  # output [batch, heads, dim] and log-sum-exp [batch, heads], float32

@@ -1,8 +1,9 @@
-"""Graphs: decode steps as CUDA graphs, which end and begin where the CPU has its say.
+"""Graphs: decode steps as CUDA graphs.
 
 Launched one by one, the kernels of a step cost the CPU more time than the GPU. A graph launches a
-stretch at once. Whatever lies between two calls of attention, of any model, is recorded as it runs;
-recorded.py has the attention.
+whole step of any model at once, as it ran when it was recorded; recorded.py has the attention.
+Where the CPU attends to far contexts, the GPU waits for it in the graph. Attention of other kinds,
+whose kernels cannot be recorded, cuts the step into several graphs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from magicpig import trace
+from magicpig.attention.exchange_on_gpu import write_stamp
 from magicpig.config import draws_on_gpus
+from magicpig.engine.recorded import Attention, attention_of
 from magicpig.hf.tagged import DecodeLayer, begin_pass
+from magicpig.kv.device_scan import DeviceScan
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.sequence import SequenceKV
 from magicpig.kv.tray import Tray
-
-if TYPE_CHECKING:
-    from magicpig.engine.recorded import Attention
-    from magicpig.kv.device_scan import DeviceScan
 
 MOST_KEPT = 8  # sizes of batches with graphs
 FIRST_STEPS = 1  # of a batch's size that are not recorded: most sizes are not seen again
@@ -41,11 +41,12 @@ class StepGraphs:
     def __init__(
         self, model: PreTrainedModel, kvs: Sequence[SequenceKV], stream: torch.cuda.Stream
     ) -> None:
-        from magicpig.engine.recorded import attention_of  # which needs Triton
-
         device, self.batch = model.device, len(kvs)
-        self._stretches: list[tuple[torch.cuda.CUDAGraph, Attention | None]] = []
+        self._stretches: list[tuple[torch.cuda.CUDAGraph, list[Attention]]] = []
         self._recording: torch.cuda.CUDAGraph | None = None
+        self._served: list[Attention] = []  # while the graph runs that is being recorded
+        self._stamps = torch.zeros(4 * len(kvs[0].layers) + 2, dtype=torch.int64, device=device)
+        self._spans: list[str | None] = []  # what the GPU does before each stamp
         self._trays: dict[object, Tray] = {}
         self._scans: dict[object, DeviceScan] = {}
         self.tokens = (
@@ -83,13 +84,14 @@ class StepGraphs:
                     with suppress(RuntimeError):  # the first error tells
                         self._end()
                 raise
-            self._stretches.append((self._end(), None))
+            self._close()
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._recording = graph
+        write_stamp(self.stamps(None))
 
     def _end(self) -> torch.cuda.CUDAGraph:
         graph, self._recording = self._recording, None
@@ -97,14 +99,29 @@ class StepGraphs:
         graph.capture_end()
         return graph
 
-    def cut(self, attention: Attention | None) -> torch.cuda.CUDAGraph:
-        """Ends a graph and begins the next. attention: whose turn is in between; None: the graph is
-        the caller's, who runs it."""
-        graph = self._end()
+    def _close(self) -> None:
+        write_stamp(self.stamps("model"))
+        self._stretches.append((self._end(), self._served))
+        self._served = []
+
+    def cut(self, attention: Attention) -> None:
+        """Ends a graph and begins the next; it is the attention's turn in between."""
+        self.serve(attention)
+        self._close()
         self._begin()
-        if attention is not None:
-            self._stretches.append((graph, attention))
-        return graph
+
+    def serve(self, attention: Attention) -> None:
+        """It is the attention's turn while this graph runs, after those before it."""
+        self._served.append(attention)
+
+    def stamps(self, *spans: str | None) -> Tensor:
+        """Where the next kernel is to write when it runs, [spans], for traces.
+
+        spans: what the GPU has been doing since the stamp before; None: nothing.
+        """
+        first = len(self._spans)
+        self._spans += spans
+        return self._stamps[first : len(self._spans)]
 
     def line(self, number: int) -> tuple[Tensor, Any]:
         """A layer's line of the table: on the device, and the host's as an array."""
@@ -118,8 +135,6 @@ class StepGraphs:
 
     def scan_for(self, like: HybridLayer) -> DeviceScan:
         """Layers of a kind share one."""
-        from magicpig.kv.device_scan import DeviceScan
-
         index = like.far.index
         if like.kind not in self._scans and draws_on_gpus(index):
             self._scans[like.kind] = DeviceScan(self.batch, like.shape, index, self.tokens)
@@ -142,13 +157,16 @@ class StepGraphs:
         self._sent[1, :, 0] = torch.tensor([kv.num_tokens for kv in kvs])
         self._ids.copy_(self._sent, non_blocking=True)
         self._copied.record()
-        done = None
-        for graph, following in self._stretches:
-            with trace.device_span("model"):
+        try:
+            for graph, served in self._stretches:
                 graph.replay()
-            if done:
-                done()
-            done = following.between(columns[following.number]) if following else None
+                for attention in served:
+                    attention.between(columns[attention.number])
+        except BaseException:
+            for tray in self._trays.values():
+                tray.give_up()
+            raise
+        trace.device_stamps(self._stamps, self._spans)
         for attention, layers in zip(self.attentions, columns, strict=True):
             attention.finish(layers)
         self._runs = False

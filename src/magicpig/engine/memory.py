@@ -99,16 +99,15 @@ class Needs:
             elif not method.on_host:
                 # Most methods want far contexts side by side, beside those of their sequences.
                 total += Memory(0, rows + index + (0 if isinstance(method, Full) else rows))
-            elif isinstance(method, Scan) and draws_on_gpus(method.index):
-                total += Memory(rows + index, index)
             else:
-                total += Memory(rows + index)
+                total += Memory(rows + index, index if self._codes_there(i) else 0)
         if isinstance(self.plan.method, KvStream) and self._elsewhere:
             total += Memory(0, tokens * self._vectors)  # of one layer at a time
         return total
 
     def reading(self, prompt_tokens: int) -> Memory:
-        """Beside that, while the prompt is read and made far: some of its layers are there twice.
+        """Beside that, while the prompt is read, and then made far: some of its layers are there
+        twice.
 
         Pinned memory for a prompt is kept for the next one.
         """
@@ -119,8 +118,13 @@ class Needs:
         pinned = [i for i in layers if self.plan.of(i).on_host]
         if not pinned:
             return Memory(0, FINISHED * layer)
-        device = AT_HAND + min(FINISHED_AT_ONCE, len(layers) - len(pinned))
-        return Memory(2 * len(pinned) * _power_of_two(layer // 2), device * layer)
+        device = max(AT_HAND, min(FINISHED_AT_ONCE, len(layers) - len(pinned))) * layer
+        device -= sum(  # which come with the first step
+            self.plan.of(i).index_bytes(self._shape, prompt_tokens)
+            for i in pinned
+            if self._codes_there(i)
+        )
+        return Memory(2 * len(pinned) * _power_of_two(layer // 2), max(0, device))
 
     def workspace(self) -> int:
         """Of the device, for a part of a prompt on its way through a layer, and for hashing it."""
@@ -129,6 +133,11 @@ class Needs:
         widths = 8 * text.hidden_size + 3 * intermediate
         hashed = HASHED * LONGEST_SEGMENT if isinstance(self.plan.method, Lsh) else 0
         return int(self.part_tokens * widths * self.dtype.itemsize) + hashed
+
+    def _codes_there(self, layer: int) -> bool:
+        """Whether codes of far contexts are on the device too."""
+        method = self.plan.of(layer)
+        return self._elsewhere and isinstance(method, Scan) and draws_on_gpus(method.index)
 
     @property
     def _elsewhere(self) -> bool:

@@ -7,7 +7,7 @@ graphs therefore look them up in a table on the device, which has a line for eac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,6 @@ from magicpig.kv.tensor_layer import TensorLayer
 
 if TYPE_CHECKING:
     from magicpig.engine.graphs import StepGraphs
-
-Done = Callable[[], None] | None  # to be called when there is time
 
 
 class Attention:
@@ -61,11 +59,10 @@ class Attention:
     def prepare(self, layers: Sequence[Any]) -> None:
         """Before a step: what its kernels will look up."""
 
-    def between(self, layers: Sequence[Any]) -> Done:
-        """In a step, where `record` cut the graphs."""
+    def between(self, layers: Sequence[Any]) -> None:
+        """In a step: what the CPU does where `record` cut the graphs, or asked to be served."""
         with trace.device_span("attention", batch=len(layers)):
             self._out.copy_(step(layers, *self._tensors, *self._scoring))
-        return None
 
     def finish(self, layers: Sequence[Any]) -> None:
         """After a step."""
@@ -156,7 +153,10 @@ class WholeAttention(SeatedAttention):
 
 
 class ExchangedAttention(SeatedAttention):
-    """Windows on the device; the far context on the CPU, in the meantime."""
+    """Windows on the device; the far context on the CPU, in the meantime.
+
+    The graph goes on past it: a kernel waits for the CPU's word.
+    """
 
     def __init__(self, graphs: StepGraphs, number: int, like: HybridLayer) -> None:
         super().__init__(graphs, number, like)
@@ -168,20 +168,18 @@ class ExchangedAttention(SeatedAttention):
         self._scoring = scale, softcap
         self.tray.ask(queries)
         self._draw(queries, scale)
-        self.tray.sent()
-        self.graphs.cut(self)
-        near = self._near(queries, keys, values, scale, softcap)
-        self._window = self.graphs.cut(None)
-        self.tray.near = near
+        self.tray.sent(self.graphs.stamps("model"))
+        self.graphs.serve(self)
+        self.tray.near = self._near(queries, keys, values, scale, softcap)
+        self.tray.await_answer(self.graphs.stamps("window", None))
         return self.tray.answer(queries, self.line)
 
-    def between(self, layers: Sequence[HybridLayer]) -> Done:
-        with trace.device_span("window", batch=len(layers)):
-            self._window.replay()
-        self.advance()
+    def between(self, layers: Sequence[HybridLayer]) -> None:
         with trace.span("wait for queries"):
             self.tray.wait()
-        return attend_far(layers, self.tray, *self._scoring, self._drawn())
+        count = attend_far(layers, self.tray, *self._scoring, self._drawn())
+        self.tray.tell()
+        count()
 
     def _draw(self, queries: Tensor, scale: float) -> None:
         """Records the drawing of rows, where the device does that."""
@@ -190,7 +188,7 @@ class ExchangedAttention(SeatedAttention):
         return None
 
     def finish(self, layers: Sequence[HybridLayer]) -> None:
-        pass
+        self.advance()
 
 
 class ScannedAttention(ExchangedAttention):

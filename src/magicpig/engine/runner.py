@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from magicpig.attention.exact import torch_has_tiles
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
-from magicpig.engine.graphs import Graphs
 from magicpig.engine.halves import Halves
 from magicpig.engine.memory import FINISHED_AT_ONCE, Needs, heads_of
 from magicpig.hf.attention import ENGINE, register
@@ -38,6 +38,9 @@ from magicpig.kv.courier import current
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.sequence import SequenceKV, step
 from magicpig.nn import pack
+
+if TYPE_CHECKING:
+    from magicpig.engine.graphs import Graphs, StepGraphs
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
@@ -88,6 +91,11 @@ def _decode_layer(rows: Sequence[SequenceLayer]) -> DecodeLayer:
     return DecodeLayer(partial(step, rows), longest, rows[0].span)
 
 
+def _launches_block() -> bool:
+    """Whether the caller of a kernel waits for its end: graphs wait for the caller."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+
+
 def _link(layers: Sequence[Any]) -> None:
     """Layers with prompts in host memory: each fetches the next one's while it computes."""
     on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
@@ -133,7 +141,9 @@ class Runner:
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
         self.graphs: list[Graphs] = []  # of each half
-        if has_triton(self.device) and self.batches:
+        if has_triton(self.device) and self.batches and not _launches_block():
+            from magicpig.engine.graphs import Graphs  # which needs Triton
+
             self.graphs = [Graphs(model), Graphs(model)]
 
     @contextmanager
@@ -246,32 +256,33 @@ class Runner:
         with self._there(), trace.span("decode", batch=len(kvs)):
             halved = self.halves is not None and len(kvs) > 1
             _native.rest_threads(self._resting(halved))
-            if self.halves is None or not halved:
-                return self._part(0, kvs, token_ids)()
-            middle = -(-len(kvs) // 2)
-            return self.halves.run(
-                self._part(0, kvs[:middle], token_ids[:middle]),
-                self._part(1, kvs[middle:], token_ids[middle:]),
-            )
+            middle = -(-len(kvs) // 2) if halved else len(kvs)
+            parts = [slice(0, middle), slice(middle, None)][: 1 + halved]
+            # While one half's graph waits for the CPU, nothing else should be new to the GPU.
+            graphs = [
+                each.prepared(kvs[part]) for each, part in zip(self.graphs, parts, strict=False)
+            ]
+            recorded = graphs and None not in graphs
+            works = [
+                partial(self._run, graphs[i] if recorded else None, kvs[part], token_ids[part])
+                for i, part in enumerate(parts)
+            ]
+            return self.halves.run(*works) if self.halves and halved else works[0]()
 
     def _resting(self, halved: bool) -> int:
         """Threads of the native core whose cores are needed to launch what a GPU does."""
         threads = 0 if self.device.type == "cpu" else _native.num_threads()
         return min(2 if halved else 1, threads // 4)
 
-    def _part(self, half: int, kvs: list[SequenceKV], token_ids: list[int]) -> Callable[[], Tensor]:
-        """A step of some sequences, to be done; graphs are recorded now, while nothing runs."""
-        graphs = self.graphs[half].prepared(kvs) if self.graphs else None
+    def _run(
+        self, graphs: StepGraphs | None, kvs: list[SequenceKV], token_ids: list[int]
+    ) -> Tensor:
         if graphs is None:
-            return lambda: self._decode(kvs, token_ids)
-
-        def run() -> Tensor:
-            logits = graphs.run(kvs, token_ids)
-            for kv in kvs:
-                kv.num_tokens += 1
-            return logits
-
-        return run
+            return self._decode(kvs, token_ids)
+        logits = graphs.run(kvs, token_ids)
+        for kv in kvs:
+            kv.num_tokens += 1
+        return logits
 
     def _decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
         layers: list[Any] = [

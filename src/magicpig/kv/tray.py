@@ -18,6 +18,7 @@ from magicpig.kv.device_index import MAX_NORM, columns_of, directions_of, hashed
 
 MOST_KEPT = 16  # of trays, by a thread
 PATIENCE = 10.0  # seconds, before a device is asked what is the matter
+NEVER = 2**62  # a ticket that is not reached
 
 
 class Tray:
@@ -57,9 +58,11 @@ class Tray:
         self.rows: Any = np.zeros((batch, heads), np.int64)
         self.visited: Any = np.zeros((batch, heads), np.int64)
         self.predicted: Any = np.zeros((batch, heads), np.float32)
-        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self._last_ticket = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
-        self._seen: Any = self._last_ticket.numpy()
+        self._ticket = torch.zeros(1, dtype=torch.int64, device=device)  # the last that was sent
+        self._arrived = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self._answered = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self._seen: Any = self._arrived.numpy()
+        self._told: Any = self._answered.numpy()
         self._expected = 0
         self._open = False
 
@@ -82,23 +85,43 @@ class Tray:
             self.forget()
         self._open = True
 
-    def sent(self) -> None:
-        """Behind all that is asked, in the device's stream: its arrival shows by a new number."""
-        self._ticket += 1
-        self._last_ticket.copy_(self._ticket, non_blocking=True)
+    def sent(self, stamp: Tensor | None = None) -> None:
+        """Behind all that is asked, in the device's stream: its arrival shows by a new ticket."""
+        if has_triton(self._ticket):
+            from magicpig.attention import exchange_on_gpu
+
+            exchange_on_gpu.send(self._ticket, self._arrived, stamp)
+        else:
+            self._ticket += 1
+            self._arrived.copy_(self._ticket, non_blocking=True)
 
     def wait(self) -> None:
         """For what was sent once more."""
         self._expected += 1
         while not _native.wait_for(self._seen, self._expected, PATIENCE):
-            torch.cuda.current_stream(self._ticket.device).synchronize()  # raises what went wrong
+            torch.cuda.current_stream(self._ticket.device).query()  # raises what went wrong
         self._open = False
+
+    def tell(self) -> None:
+        """That `far` is filled, to a device that waits for it in its stream."""
+        _native.tell(self._told, self._expected)
+
+    def give_up(self) -> None:
+        """On the step: the device is not to wait, whatever it finds."""
+        _native.tell(self._told, NEVER)
 
     def forget(self) -> None:
         """After a step that did not come to its end."""
         if self._ticket.is_cuda:
             torch.cuda.current_stream(self._ticket.device).synchronize()
         self._expected = int(self._seen[0])
+        self.tell()
+
+    def await_answer(self, stamps: Tensor | None = None) -> None:
+        """In the stream of a GPU: it goes on when the CPU has told it to."""
+        from magicpig.attention import exchange_on_gpu
+
+        exchange_on_gpu.await_answer(self._ticket, self._answered, stamps)
 
     def answer(self, queries: Tensor, advanced: Tensor | None = None) -> Tensor:
         """Both parts merged, in the queries' dtype; NaN for those that were not fine.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from magicpig import _native
+from magicpig.nn.joint import side_by_side
 from magicpig.nn.linear import weight_and_bias, without_graph
 
 
@@ -51,13 +51,7 @@ class FusedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.both = nn.Parameter(torch.cat([gate.weight, up.weight]), requires_grad=False)
-        biases = [layer.bias for layer in (gate, up)]
-        self.bias = None
-        if any(bias is not None for bias in biases):
-            zeros = self.both.new_zeros(gate.out_features)
-            whole = torch.cat([zeros if bias is None else bias for bias in biases])
-            self.bias = nn.Parameter(whole, requires_grad=False)
+        self.both, self.bias = side_by_side([gate, up])
         self.down = down
 
     def forward(self, x: Tensor) -> Tensor:

@@ -55,9 +55,11 @@ def _rotary(
         batch * q_batch + head * q_head + token * q_token,
         batch * k_batch + (head - heads) * k_head + token * k_token,
     )
+    kv_heads = tl.num_programs(1) - heads
+    own = tl.where(of_q, row * heads + head, row * kv_heads + head - heads)
     dims = tl.arange(0, WIDE)
     there = dims < DIM // 2
-    source, out = tl.where(of_q, q, k) + at, tl.where(of_q, q_out, k_out) + at
+    source, out = tl.where(of_q, q, k) + at, tl.where(of_q, q_out, k_out) + own * DIM
     a = tl.load(source + dims, mask=there, other=0.0)
     b = tl.load(source + DIM // 2 + dims, mask=there, other=0.0)
     turn = row * DIM + dims
@@ -91,10 +93,12 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [batch, heads, tokens, dim] and keys, turned by cos and sin [batch, tokens, dim]."""
+    """Queries [batch, heads, tokens, dim] and keys, turned by cos and sin [batch, tokens, dim].
+
+    They lie token by token.
+    """
     batch, heads, tokens, dim = q.shape
-    out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-    out_k = torch.empty_strided(k.shape, k.stride(), dtype=k.dtype, device=k.device)
+    out, out_k = (x.new_empty(batch, tokens, x.shape[1], dim).transpose(1, 2) for x in (q, k))
     wide = triton.next_power_of_2(dim // 2)
     _rotary[batch * tokens, heads + k.shape[1]](
         q, k, cos, sin, out, out_k, tokens, heads, *q.stride()[:3], *k.stride()[:3],

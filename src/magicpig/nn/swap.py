@@ -14,6 +14,7 @@ from magicpig.nn.twins import (
     embedding_twin,
     fuse_rotary,
     is_plain_linear,
+    joint_projections,
     linear_twin,
     mlp_twin,
     norm_twin,
@@ -24,17 +25,27 @@ from magicpig.nn.twins import (
 def pack(model: nn.Module) -> None:
     """Exchanges linear layers, gated MLPs, RMS norms and tied embeddings of `model`.
 
-    For inference with bfloat16 weights on the CPU. On a GPU, in half precision, MLPs, norms and
-    rotary embeddings are exchanged for such as launch fewer kernels. Other layers are left as they
-    are. Weights are copied layer by layer and the originals let go, so that no more than one layer
-    is there twice. A weight that something else uses too is not touched, unless it is an embedding
-    tied to the output layer.
+    For inference with bfloat16 weights on the CPU. On a GPU, in half precision, MLPs, norms, rotary
+    embeddings and the projections before them are exchanged for such as launch fewer kernels. Other
+    layers are left as they are. Weights are copied layer by layer and the originals let go, so that
+    no more than one layer is there twice. A weight that something else uses too is not touched,
+    unless it is an embedding tied to the output layer.
     """
     users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     shared = {key for key, count in users.items() if count > 1}
     fused = sum(fuse_rotary(module) for module in model.modules())
+    fused += sum(_join_projections(module, shared) for module in model.modules())
     if _swap_tied(model, shared) + _swap_children(model, shared, {}) + fused:
         model.requires_grad_(False)
+
+
+def _join_projections(module: nn.Module, shared: set[int]) -> int:
+    if any(id(parameter) in shared for parameter in module.parameters()):
+        return 0
+    shares = joint_projections(module)
+    for name, share in shares.items():
+        setattr(module, name, share)
+    return len(shares)
 
 
 def _swap_tied(model: nn.Module, shared: set[int]) -> int:

@@ -15,11 +15,13 @@ from torch.nn import functional
 
 from magicpig.attention.gpu import has_triton
 from magicpig.nn.embedding import PackedEmbedding
+from magicpig.nn.joint import Joint, Share
 from magicpig.nn.linear import PackedLinear
 from magicpig.nn.mlp import FusedMLP, GatedMLP
 from magicpig.nn.norm import RMSNorm
 
 ROTARY = "apply_rotary_pos_emb"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -156,6 +158,24 @@ def mlp_twin(module: nn.Module) -> GatedMLP | FusedMLP | None:
     return twin if error <= 0.02 * truth.float().norm() else None
 
 
+def _turns_by_rotary(module: nn.Module) -> TypeGuard[nn.Module]:
+    """Whether it is attention of tokens to themselves, with a rotary embedding."""
+    forward = type(module).forward
+    return isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
+
+
+def joint_projections(module: nn.Module) -> dict[str, Share]:
+    """For attention: what can take the place of its projections, by their names; one product."""
+    found = [getattr(module, name, None) for name in PROJECTIONS]
+    layers = [layer for layer in found if is_plain_linear(layer, fusable)]
+    if not _turns_by_rotary(module) or len(layers) < len(found):
+        return {}
+    if len({(x.in_features, x.weight.dtype, x.weight.device) for x in layers}) > 1:
+        return {}
+    joint = Joint(layers)
+    return {name: Share(joint, i) for i, name in enumerate(PROJECTIONS)}
+
+
 def fuse_rotary(module: nn.Module) -> bool:
     """Lets an attention module turn queries and keys in one kernel, if its own way of it, a
     function that it knows as apply_rotary_pos_emb, gives the same numbers.
@@ -163,10 +183,10 @@ def fuse_rotary(module: nn.Module) -> bool:
     The module gets a forward of its own, which is its class's but for this function: other models
     of the class are not touched.
     """
-    forward = type(module).forward
+    forward: Any = type(module).forward
     weight = getattr(getattr(module, "q_proj", None), "weight", None)
     dim = getattr(module, "head_dim", None)
-    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+    if not _turns_by_rotary(module):
         return False
     theirs = forward.__globals__.get(ROTARY)
     if theirs is None or not fusable(weight) or not isinstance(dim, int) or not untouched(module):
