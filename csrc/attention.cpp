@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <memory>
 
 #include "dispatch.h"
 #include "queries.h"
@@ -99,11 +100,11 @@ class Call {
     }
     plan_tasks(draws_by_codes() && !exact);
     const size_t num_states = parts_.size() * heads_, stride = (geometry_.dim() + 31) / 32 * 32;
-    outs_.resize(num_states * stride);
+    outs_.reset(new float[num_states * stride]);  // kernels begin by clearing theirs
     states_.resize(num_states);
     rows_.resize(num_states);
     visited_.resize(num_states);
-    for (size_t i = 0; i < num_states; ++i) states_[i].out = outs_.data() + i * stride;
+    for (size_t i = 0; i < num_states; ++i) states_[i].out = outs_.get() + i * stride;
   }
 
   // Tasks are begun in their order. Those that wait for others come after them: no barrier is needed.
@@ -238,7 +239,7 @@ class Call {
   std::vector<size_t> rows_, visited_;  // of each state
   std::vector<Group> groups_;
   std::vector<PartialState> states_;
-  std::vector<float> outs_;
+  std::unique_ptr<float[]> outs_;
   std::atomic<int64_t> draw_ns_{0}, drawn_ns_{0}, exact_ns_{0};
 };
 

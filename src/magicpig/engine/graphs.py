@@ -186,10 +186,9 @@ class Graphs:
     @torch.inference_mode()
     def prepared(self, kvs: Sequence[SequenceKV]) -> StepGraphs | None:
         """The graphs for such a batch, recorded now if it is time; None: do without."""
-        kinds = _kinds(kvs[0])
-        if not self._possible or any(_kinds(kv) != kinds for kv in kvs):
+        key = len(kvs), kvs[0].kinds
+        if not self._possible or any(kv.kinds != kvs[0].kinds for kv in kvs):
             return None
-        key = len(kvs), kinds
         kept = self._kept.get(key)
         if kept and max(kv.num_tokens for kv in kvs) <= kept.tokens:
             return kept
@@ -217,7 +216,3 @@ class Graphs:
             )
             return None
         return self._kept[key]
-
-
-def _kinds(kv: SequenceKV) -> tuple[object, ...]:
-    return tuple(layer.kind for layer in kv.layers)

@@ -21,7 +21,7 @@ from magicpig.attention.whole import spend_on_all
 from magicpig.config import draws_on_gpus
 from magicpig.kv.base import SequenceLayer
 from magicpig.kv.device_scan import DeviceCodes
-from magicpig.kv.hybrid_layer import HybridLayer, attend_far, count_windows
+from magicpig.kv.hybrid_layer import HybridLayer, attend_far, contexts_of, count_windows
 from magicpig.kv.seats import Seats, Sitter, together
 from magicpig.kv.sequence import step
 from magicpig.kv.tensor_layer import TensorLayer
@@ -175,11 +175,10 @@ class ExchangedAttention(SeatedAttention):
         return self.tray.answer(queries, self.line)
 
     def between(self, layers: Sequence[HybridLayer]) -> None:
+        contexts = contexts_of(layers)
         with trace.span("wait for queries"):
             self.tray.wait()
-        count = attend_far(layers, self.tray, *self._scoring, self._drawn())
-        self.tray.tell()
-        count()
+        attend_far(layers, contexts, self.tray, *self._scoring, self._drawn())
 
     def _draw(self, queries: Tensor, scale: float) -> None:
         """Records the drawing of rows, where the device does that."""

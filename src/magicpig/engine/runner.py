@@ -270,9 +270,9 @@ class Runner:
             return self.halves.run(*works) if self.halves and halved else works[0]()
 
     def _resting(self, halved: bool) -> int:
-        """Threads of the native core whose cores are needed to launch what a GPU does."""
-        threads = 0 if self.device.type == "cpu" else _native.num_threads()
-        return min(2 if halved else 1, threads // 4)
+        """Threads of the native core whose cores two halves need, one of which waits for a GPU."""
+        threads = 0 if self.device.type == "cpu" or not halved else _native.num_threads()
+        return min(2, threads // 4)
 
     def _run(
         self, graphs: StepGraphs | None, kvs: list[SequenceKV], token_ids: list[int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,7 @@ class HybridLayer(NativeLayer):
                 count_windows(layers)
             else:
                 tray.wait()
-                attend_far(layers, tray, scale, softcap)()
+                attend_far(layers, contexts_of(layers), tray, scale, softcap)
                 out = tray.answer(queries)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
@@ -152,19 +152,20 @@ def _attend_near(
 
 def attend_far(
     layers: Sequence[HybridLayer],
+    contexts: Sequence[Any],
     tray: Tray,
     scale: float,
     softcap: float | None,
     drawn: tuple[Any, Any, Any, Any] | None = None,
-) -> Callable[[], None]:
-    """Attention over the far contexts, of what was asked: fills the tray.
+) -> None:
+    """Attention over the far contexts, of what was asked: fills the tray, and says so.
 
+    contexts: the layers', in the native core.
     drawn: rows that the device has drawn, as DeviceScan has them; None: the native core draws.
-    What is returned has yet to be called, when there is time: it counts what was done.
     """
     with trace.span("far context", batch=len(layers)):
         drawing, reading, whole, tokens = _native.attend(
-            [layer.far._native for layer in layers],
+            contexts,
             tray.asked,
             scale,
             softcap or 0.0,
@@ -177,15 +178,16 @@ def attend_far(
             tray.signs,
             drawn,
         )
-    rows, visited = tray.rows.copy(), tray.visited.copy()
+        tray.tell()
+    layers[0].window.spend((drawing, reading, whole))
+    sums = tray.rows.sum(1).tolist(), tray.visited.sum(1).tolist(), tokens
+    for layer, *own in zip(layers, *sums, strict=True):
+        layer.window.count(*own)
 
-    def count() -> None:
-        layers[0].window.spend((drawing, reading, whole))
-        counts = zip(layers, rows.sum(1).tolist(), visited.sum(1).tolist(), tokens, strict=True)
-        for layer, *own in counts:
-            layer.window.count(*own)
 
-    return count
+def contexts_of(layers: Sequence[HybridLayer]) -> list[Any]:
+    """For the native core."""
+    return [layer.far._native for layer in layers]
 
 
 def count_windows(layers: Sequence[HybridLayer]) -> None:

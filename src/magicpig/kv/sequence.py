@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from typing import Any
 
@@ -52,6 +52,11 @@ class SequenceKV:
     def __init__(self, layers: Sequence[Any], num_tokens: int = 0) -> None:
         self.layers = list(layers)
         self.num_tokens = num_tokens
+
+    @cached_property
+    def kinds(self) -> tuple[object, ...]:
+        """Of the layers; None for those that are not attention."""
+        return tuple(getattr(layer, "kind", None) for layer in self.layers)
 
     @property
     def attention_layers(self) -> list[SequenceLayer]:
