@@ -12,9 +12,7 @@
 
 #include <algorithm>
 
-#include "attention.h"
 #include "bind_linear.h"
-#include "chosen.h"
 #include "dispatch.h"
 #include "layer_kv.h"
 #include "roofs.h"
@@ -27,21 +25,7 @@ using namespace nb::literals;
 
 namespace {
 
-template <class T, size_t N>
-using Out = nb::ndarray<nb::pytorch, T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T, size_t N>
-using In = nb::ndarray<nb::pytorch, const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Vector = nb::ndarray<nb::pytorch, T, nb::ndim<1>>;
 using Codes = nb::ndarray<nb::pytorch, int32_t, nb::ndim<2>>;
-
-// A tensor that owns the values.
-template <size_t N, class T>
-nb::ndarray<nb::pytorch, T, nb::ndim<N>> owned(std::vector<T> values, std::initializer_list<size_t> shape) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::pytorch, T, nb::ndim<N>>(kept->data(), shape, owner);
-}
 
 void append(LayerKV& kv, const Array& keys, const Array& values) {
   const TensorView key_view = view(keys, kv.geometry(), "keys"), value_view = view(values, kv.geometry(), "values");
@@ -105,120 +89,6 @@ std::pair<ByteView, ByteView> segment_memory(const LayerKV& kv, size_t i) {
 void read(const LayerKV& kv, size_t first, const Rows& keys, const Rows& values) {
   const auto segments = kv.segments();
   read_checked(kv.geometry(), runs_of(*segments), first, keys, values);
-}
-
-const Geometry& checked_batch(const std::vector<const LayerKV*>& batch, float scale, float softcap) {
-  if (batch.empty()) refuse("kvs must not be empty");
-  if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
-  if (!(softcap >= 0 && softcap <= 1e6f)) refuse("softcap must be from 0 to 1e6");
-  if (std::count(batch.begin(), batch.end(), nullptr)) refuse("kvs must not hold None");
-  const Geometry& geometry = batch[0]->geometry();
-  for (const LayerKV* kv : batch)
-    if (!same(geometry, kv->geometry())) refuse("kvs must agree in heads, head_dim, dtype and index");
-  return geometry;
-}
-
-// snapshots: keep the runs' memory alive.
-std::vector<std::vector<Run>> runs_of_batch(const std::vector<const LayerKV*>& batch,
-                                            std::vector<std::shared_ptr<const SegmentList>>& snapshots) {
-  std::vector<std::vector<Run>> runs;
-  for (const LayerKV* kv : batch) {
-    snapshots.push_back(kv->segments());
-    runs.push_back(runs_of(*snapshots.back()));
-  }
-  return runs;
-}
-
-// Rows that were drawn elsewhere: ids, log_probability [batch, num_heads, room], starts, counts [batch, num_heads,
-// pieces].
-using DrawnArrays = std::tuple<In<uint16_t, 3>, In<float, 3>, In<int32_t, 3>, In<int32_t, 3>>;
-
-DrawnRows checked_rows(const DrawnArrays& arrays, const std::vector<std::vector<Run>>& runs, size_t heads) {
-  const auto& [ids, log_probability, starts, counts] = arrays;
-  const auto per_head = [&](const auto& array) { return array.shape(0) == runs.size() && array.shape(1) == heads; };
-  if (!per_head(ids) || !per_head(log_probability) || !per_head(starts) || !per_head(counts) ||
-      log_probability.shape(2) != ids.shape(2) || counts.shape(2) != starts.shape(2)) {
-    refuse(
-        "drawn must be ids and log_probability [batch, num_heads, room], starts and counts [batch, num_heads, pieces]");
-  }
-  for (const auto& sequence : runs) {
-    size_t pieces = 0;
-    for (const Run& run : sequence)
-      if (run.index) pieces += num_pieces(run.num_tokens);
-    if (pieces > starts.shape(2)) refuse("drawn has fewer pieces than the tokens that are drawn from");
-  }
-  return {ids.data(), log_probability.data(), starts.data(), counts.data(), ids.shape(2), starts.shape(2)};
-}
-
-std::tuple<double, double, double, std::vector<size_t>> attend_batch(
-    const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap, bool exact,
-    const Out<float, 3>& out, const Out<float, 2>& lse, const Out<int64_t, 2>& rows_read,
-    const Out<int64_t, 2>& visited, const Out<float, 2>& predicted, const std::optional<In<uint16_t, 2>>& signs,
-    const std::optional<DrawnArrays>& drawn) {
-  const Geometry& geometry = checked_batch(batch, scale, softcap);
-  const size_t size = batch.size(), heads = geometry.num_heads;
-  const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
-  if (!per_head(out) || out.shape(2) != geometry.head_dim || !per_head(lse) || !per_head(rows_read) ||
-      !per_head(visited) || !per_head(predicted)) {
-    refuse("out, lse, rows_read, visited and predicted must match the batch");
-  }
-  if (signs && (!geometry.lsh || signs->shape(0) != geometry.lsh->num_groups || signs->shape(1) != size * heads)) {
-    refuse("signs must have shape [projections / 16, batch * num_heads], for an index of hash tables");
-  }
-  if (drawn && (!geometry.scan || exact)) refuse("drawn is for an index of codes, and not where all rows are read");
-  const char* data = query_data(queries, size, geometry);
-  const RowType type = type_of(queries, "queries");
-  nb::gil_scoped_release release;
-  std::vector<std::shared_ptr<const SegmentList>> snapshots;
-  const std::vector<std::vector<Run>> runs = runs_of_batch(batch, snapshots);
-  const DrawnRows rows = drawn ? checked_rows(*drawn, runs, heads) : DrawnRows{};
-  const Timing timing = attend(geometry, runs, data, type, {scale, softcap}, exact,
-                               {out.data(), lse.data(), rows_read.data(), visited.data(), predicted.data()},
-                               {signs ? signs->data() : nullptr, drawn ? &rows : nullptr});
-  std::vector<size_t> tokens;
-  for (const auto& segments : snapshots) tokens.push_back(num_tokens(*segments));
-  return {timing.draw, timing.drawn, timing.exact, tokens};
-}
-
-void attend_rows(const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap,
-                 const In<int32_t, 3>& rows, const In<float, 3>& log_probability, const In<int32_t, 2>& counts,
-                 const Out<float, 3>& out, const Out<float, 2>& lse) {
-  const Geometry& geometry = checked_batch(batch, scale, softcap);
-  const size_t size = batch.size(), heads = geometry.num_heads;
-  const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
-  if (!per_head(out) || out.shape(2) != geometry.head_dim || !per_head(lse) || !per_head(rows) ||
-      !per_head(log_probability) || log_probability.shape(2) != rows.shape(2) || !per_head(counts)) {
-    refuse("rows, log_probability, counts, out and lse must match the batch");
-  }
-  for (size_t i = 0; i < counts.size(); ++i)
-    if (counts.data()[i] < 0 || static_cast<size_t>(counts.data()[i]) > rows.shape(2))
-      refuse("counts must be from 0 to the rows that there is room for");
-  const char* data = query_data(queries, size, geometry);
-  const RowType type = type_of(queries, "queries");
-  const Chosen chosen = {rows.data(), log_probability.data(), counts.data(), rows.shape(2)};
-  nb::gil_scoped_release release;
-  std::vector<std::shared_ptr<const SegmentList>> snapshots;
-  attend_chosen(geometry, runs_of_batch(batch, snapshots), data, type, {scale, softcap}, chosen, out.data(),
-                lse.data());
-}
-
-std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries,
-                                                                   float scale) {
-  if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
-  const char* data = query_data(queries, 1, kv.geometry());
-  const RowType type = type_of(queries, "queries");
-  std::vector<Sample> samples;
-  {
-    nb::gil_scoped_release release;
-    const auto segments = kv.segments();
-    samples = sample(kv.geometry(), runs_of(*segments), data, type, scale);
-  }
-  std::vector<std::pair<Vector<int32_t>, Vector<float>>> out;
-  for (Sample& head : samples) {
-    const size_t count = head.rows.size();
-    out.emplace_back(owned<1>(std::move(head.rows), {count}), owned<1>(std::move(head.log_probability), {count}));
-  }
-  return out;
 }
 
 Codes codes(const Lsh& lsh, const In<float, 2>& x) {
@@ -333,23 +203,6 @@ NB_MODULE(_native, m) {
           "Bytes of rows and of the index.");
 
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
-  m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
-        "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(), "visited"_a.noconvert(),
-        "predicted"_a.noconvert(), "signs"_a.noconvert() = nb::none(), "drawn"_a = nb::none(),
-        "signs: of the queries' projections, where they are known already, sixteen to a number. drawn: ids in their "
-        "segments and log probabilities of rows that were drawn elsewhere, and "
-        "where each piece of 1,024 tokens has its own. Fills out, lse, "
-        "rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; "
-        "returns the thread-seconds of "
-        "drawing, of attention over drawn rows and over rows "
-        "read whole, and the tokens of each kv.");
-  m.def("attend_rows", &attend_rows, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "rows"_a.noconvert(),
-        "log_probability"_a.noconvert(), "counts"_a.noconvert(), "out"_a.noconvert(), "lse"_a.noconvert(),
-        "Fills out and lse: attention over counts[i, h] rows [batch, num_heads, room], each weighted by one over its "
-        "probability.");
-  m.def("sample", &sample_rows, "kv"_a, "queries"_a.noconvert(), "scale"_a,
-        "Per head: row ids and log inclusion probabilities.");
-
   m.def("available_memory", &available_memory, "Bytes that can still be had.");
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported_isas);
@@ -358,31 +211,13 @@ NB_MODULE(_native, m) {
   m.def("set_num_threads", &set_num_threads, "count"_a);
   m.def("rest_threads", &rest_threads, "count"_a,
         "So many of the pool's threads leave their cores to others, until it is called again.");
-  m.def(
-      "wait_for",
-      [](const In<int64_t, 1>& number, int64_t value, double seconds) {
-        if (number.size() == 0) refuse("number must not be empty");
-        const int64_t* place = number.data();
-        nb::gil_scoped_release release;
-        return wait_for(place, value, seconds);
-      },
-      "number"_a.noconvert(), "value"_a, "seconds"_a,
-      "Waits until another device has written the value to number[0]; False where that takes longer than `seconds`.");
-  m.def(
-      "tell",
-      [](const Out<int64_t, 1>& number, int64_t value) {
-        if (number.size() == 0) refuse("number must not be empty");
-        tell(number.data(), value);
-      },
-      "number"_a.noconvert(), "value"_a,
-      "Writes the value to number[0], behind all that was written before, for another device.");
-
   m.def("exp", &exp_of, "x"_a.noconvert(), "out"_a.noconvert(), "The kernels' exponential, for tests.");
   m.def("log_inclusion_probability", &log_inclusion_probability, "angle_over_pi"_a, "bits_per_table"_a, "num_tables"_a,
         "min_collisions"_a);
   m.def("stream_read_roof", &stream_read_roof, "bytes"_a, "repeats"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("gather_read_roof", &gather_read_roof, "bytes"_a, "row_bytes"_a, "repeats"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  bind_attend(m);
   bind_window(m);
   bind_prompt(m);
   bind_linear(m);

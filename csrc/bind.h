@@ -4,8 +4,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "segment.h"
 
@@ -14,6 +17,18 @@ namespace magicpig {
 namespace nb = nanobind;
 
 using Array = nb::ndarray<nb::pytorch, nb::ro, nb::device::cpu>;
+template <class T, size_t N>
+using Out = nb::ndarray<nb::pytorch, T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T, size_t N>
+using In = nb::ndarray<nb::pytorch, const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+// A tensor that owns the values.
+template <size_t N, class T>
+nb::ndarray<nb::pytorch, T, nb::ndim<N>> owned(std::vector<T> values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::pytorch, T, nb::ndim<N>>(kept->data(), shape, owner);
+}
 
 [[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -82,6 +97,7 @@ inline void read_checked(const Geometry& geometry, const std::vector<Run>& runs,
 }
 
 // Each adds its part to the module.
+void bind_attend(nb::module_& module);
 void bind_window(nb::module_& module);
 void bind_prompt(nb::module_& module);
 

@@ -11,7 +11,7 @@ from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig, hf
 from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
 from magicpig.evals.harness import Harness
-from magicpig.kv import hybrid_layer
+from magicpig.kv import tray
 from magicpig.kv.device_index import append_from
 from magicpig.models import LoadedModel
 from magicpig.nn import FusedMLP, Joint, RMSNorm, pack
@@ -188,17 +188,17 @@ def test_a_thousand_steps_leave_nothing_behind(method):
 
 def test_an_interrupt_in_the_middle_of_a_step(monkeypatch):
     llm = cuda_llm()
-    attend, left = hybrid_layer._native.attend, [30]
+    serve, left = tray._native.serve, [30]
 
     def interrupted(*arguments):
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
-        return attend(*arguments)
+        return serve(*arguments)
 
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     expected = cuda_llm().generate([[5, 6, 7] * 30, [9] * 50], params)
-    monkeypatch.setattr(hybrid_layer._native, "attend", interrupted)
+    monkeypatch.setattr(tray._native, "serve", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6, 7] * 30, [9] * 50], params)
     monkeypatch.undo()

@@ -1,5 +1,8 @@
 """What another device has found for the native core: signs of projections, and drawn rows."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +136,68 @@ def test_drawn_rows_that_are_not_there_are_refused():
     refused("drawn must be", ids, logs[:, :, :7].copy(), starts, counts)
     refused("drawn is for an index of codes", ids, logs, starts, counts, exact=True)
     refused("drawn is for an index of codes", ids, logs, starts, counts, kv=layer(None, [50]))
+
+
+def serve(kvs, queries, ticket=5, patience=10.0, arrived=None, drawn=None, totals=None):
+    batch, heads, dim = queries.shape
+    out, lse = torch.full((batch, heads, dim), torch.nan), torch.empty(batch, heads)
+    rows, visited = torch.zeros(2, batch, heads, dtype=torch.int64)
+    counts = out, lse, rows, visited, torch.zeros(batch, heads)
+    if arrived is None:
+        arrived = np.full(1, ticket)
+    answered = np.zeros(1, np.int64)
+    natives = [kv._native for kv in kvs]
+    asked = natives, queries, 0.3, 0.0, *counts, None, drawn, totals
+    found = _native.serve(arrived, ticket, patience, answered, *asked)
+    return found, answered[0], (out, lse, rows)
+
+
+def test_another_device_is_served_when_it_asks():
+    """What it asks is looked at when its ticket is there, and not before."""
+    kvs = [layer(LSHConfig(5, 30, exact_below=0), [700, 300])]
+    queries, arrived, large = torch.zeros(1, 6, 24), np.zeros(1, np.int64), 2**40
+    found, answered, filled = serve(kvs, queries, 1, 0.01, arrived)
+    assert found is None
+    assert answered == 0
+    assert filled[0].isnan().all()
+
+    def ask():
+        time.sleep(0.1)
+        queries.copy_(torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(1)))
+        _native.tell(arrived, large)
+
+    threading.Thread(target=ask).start()
+    (waited, (*_, tokens)), answered, filled = serve(kvs, queries, large, 10.0, arrived)
+    assert 0.05 < waited < 5
+    assert tokens == [1000]
+    assert answered == large
+    for mine, theirs in zip(filled, attend(kvs, queries), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_more_drawn_rows_than_fit_are_drawn_anew():
+    kvs = [layer(ScanConfig(2, 0.1, 4), [1500])]
+    queries = torch.randn(1, 6, 24)
+    none = [torch.zeros(0, dtype=torch.int64)] * 6, [torch.zeros(0)] * 6
+    nothing = pieces_of(kvs, [none], room=300)
+    totals = np.zeros((1, 6), np.int32)
+    _, _, (_, lse, rows) = serve(kvs, queries, drawn=nothing, totals=totals)
+    assert rows.sum() == 0
+    assert (lse == -torch.inf).all()
+    totals[0, 4] = 301
+    _, answered, filled = serve(kvs, queries, drawn=nothing, totals=totals)
+    assert answered == 5
+    for mine, theirs in zip(filled, attend(kvs, queries), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_bad_arguments_are_refused():
+    kvs, queries = [layer(None, [50])], torch.randn(1, 6, 24)
+    empty = np.zeros(0, np.int64)
+    with pytest.raises(ValueError, match="must not be empty"):
+        serve(kvs, queries, arrived=empty)
+    with pytest.raises(ValueError, match="must not be empty"):
+        _native.tell(empty, 1)
+    queries[0, 2, 3] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        serve(kvs, queries)

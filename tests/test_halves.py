@@ -12,7 +12,7 @@ from zoo import loaded
 from magicpig import LLM, SamplingParams, WindowConfig, trace
 from magicpig.cli import app
 from magicpig.engine.halves import Halves
-from magicpig.kv import hybrid_layer
+from magicpig.kv import tray
 from magicpig.kv.hybrid_layer import HybridLayer
 
 PROMPTS = [[i * k % 200 + 3 for i in range(40 * k)] for k in (2, 3, 4, 5, 7)]
@@ -80,15 +80,15 @@ def test_an_error_in_either_half_waits_for_the_other():
 
 def test_a_failing_step_ends_its_sequences_and_no_others(on_device, monkeypatch):
     llm = llm_for("lsh:4:12", True)
-    attend, left = hybrid_layer._native.attend, [40]
+    serve, left = tray._native.serve, [40]
 
     def failing(*arguments):
         left[0] -= 1
         if left[0] == 0:
             raise MemoryError("no more")
-        return attend(*arguments)
+        return serve(*arguments)
 
-    monkeypatch.setattr(hybrid_layer._native, "attend", failing)
+    monkeypatch.setattr(tray._native, "serve", failing)
     with pytest.raises(MemoryError, match="no more"):
         llm.generate(PROMPTS[:3], PARAMS)
     assert len(llm.generate(PROMPTS[:3], PARAMS)) == 3

@@ -3,7 +3,6 @@
 import os
 import threading
 
-import numpy as np
 import pytest
 import torch
 
@@ -157,14 +156,3 @@ def test_threads_that_rest_come_back():
             _native.rest_threads(2)  # and a pool may end while some rest
     finally:
         magicpig.set_num_threads(before)
-
-
-def test_waiting_for_a_number():
-    number, large = np.zeros(1, np.int64), 2**40
-    assert _native.wait_for(number, 0, 1.0)
-    assert not _native.wait_for(number, large, 0.01)
-    threading.Timer(0.05, lambda: _native.tell(number, large)).start()
-    assert _native.wait_for(number, large, 10.0)
-    for call in (lambda none: _native.wait_for(none, 1, 0.0), lambda none: _native.tell(none, 1)):
-        with pytest.raises(ValueError, match="empty"):
-            call(np.zeros(0, np.int64))

@@ -68,19 +68,6 @@ class LayerKV:
 def empty_bytes(bytes: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
     """Memory for a segment that is made elsewhere; contents undefined."""
 
-def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], visited: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], predicted: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], signs: Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None), order='C', device='cpu', writable=False)] | None = None, drawn: tuple[Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)]] | None = None) -> tuple[float, float, float, list[int]]:
-    """
-    signs: of the queries' projections, where they are known already, sixteen to a number. drawn: ids in their segments and log probabilities of rows that were drawn elsewhere, and where each piece of 1,024 tokens has its own. Fills out, lse, rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.
-    """
-
-def attend_rows(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, rows: Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)], log_probability: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu', writable=False)], counts: Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')]) -> None:
-    """
-    Fills out and lse: attention over counts[i, h] rows [batch, num_heads, room], each weighted by one over its probability.
-    """
-
-def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
-    """Per head: row ids and log inclusion probabilities."""
-
 def available_memory() -> int:
     """Bytes that can still be had."""
 
@@ -99,16 +86,6 @@ def rest_threads(count: int) -> None:
     So many of the pool's threads leave their cores to others, until it is called again.
     """
 
-def wait_for(number: Annotated[torch.Tensor, dict(dtype='int64', shape=(None,), order='C', device='cpu', writable=False)], value: int, seconds: float) -> bool:
-    """
-    Waits until another device has written the value to number[0]; False where that takes longer than `seconds`.
-    """
-
-def tell(number: Annotated[torch.Tensor, dict(dtype='int64', shape=(None,), order='C', device='cpu')], value: int) -> None:
-    """
-    Writes the value to number[0], behind all that was written before, for another device.
-    """
-
 def exp(x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None,), order='C', device='cpu')]) -> None:
     """The kernels' exponential, for tests."""
 
@@ -117,6 +94,29 @@ def log_inclusion_probability(angle_over_pi: float, bits_per_table: int, num_tab
 def stream_read_roof(bytes: int, repeats: int) -> float: ...
 
 def gather_read_roof(bytes: int, row_bytes: int, repeats: int) -> float: ...
+
+def attend(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, exact: bool, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], visited: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], predicted: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], signs: Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None), order='C', device='cpu', writable=False)] | None = None, drawn: tuple[Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)]] | None = None) -> tuple[float, float, float, list[int]]:
+    """
+    signs: of the queries' projections, where they are known already, sixteen to a number. drawn: ids in their segments and log probabilities of rows that were drawn elsewhere, and where each piece of 1,024 tokens has its own. Fills out, lse, rows_read, visited (entries of hash buckets) and, where there is a target error, predicted; returns the thread-seconds of drawing, of attention over drawn rows and over rows read whole, and the tokens of each kv.
+    """
+
+def serve(arrived: Annotated[torch.Tensor, dict(dtype='int64', shape=(None,), order='C', device='cpu', writable=False)], ticket: int, patience: float, answered: Annotated[torch.Tensor, dict(dtype='int64', shape=(None,), order='C', device='cpu')], kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], rows_read: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], visited: Annotated[torch.Tensor, dict(dtype='int64', shape=(None, None), order='C', device='cpu')], predicted: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')], signs: Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None), order='C', device='cpu', writable=False)] | None = None, drawn: tuple[Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)]] | None = None, totals: Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None), order='C', device='cpu', writable=False)] | None = None) -> tuple[float, tuple[float, float, float, list[int]]] | None:
+    """
+    attend, of what another device asks: begins when arrived[0] is the ticket, and writes the ticket to answered[0] at the end. totals: rows that were drawn for each head; where one has more than there is room for, they are drawn here instead. Returns the seconds waited and what attend returns, or None where the ticket did not come within `patience` seconds.
+    """
+
+def attend_rows(kvs: Sequence[LayerKV], queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float, softcap: float, rows: Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None, None), order='C', device='cpu', writable=False)], log_probability: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu', writable=False)], counts: Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None, None), order='C', device='cpu')], lse: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu')]) -> None:
+    """
+    Fills out and lse: attention over counts[i, h] rows [batch, num_heads, room], each weighted by one over its probability.
+    """
+
+def sample(kv: LayerKV, queries: Annotated[torch.Tensor, dict(device='cpu', writable=False)], scale: float) -> list[tuple[Annotated[torch.Tensor, dict(dtype='int32', shape=(None,))], Annotated[torch.Tensor, dict(dtype='float32', shape=(None,))]]]:
+    """Per head: row ids and log inclusion probabilities."""
+
+def tell(number: Annotated[torch.Tensor, dict(dtype='int64', shape=(None,), order='C', device='cpu')], value: int) -> None:
+    """
+    Writes the value to number[0], behind all that was written before, for another device.
+    """
 
 class Window:
     def __init__(self, like: LayerKV) -> None:

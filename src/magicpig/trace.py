@@ -46,9 +46,11 @@ class Trace:
         try:
             yield
         finally:
-            end = time.perf_counter()
-            thread = threading.get_native_id()
-            self._add(name, CPU, thread, begin - self._start, end - begin, arguments)
+            self.past_span(name, begin, time.perf_counter(), arguments)
+
+    def past_span(self, name: str, begin: float, end: float, arguments: dict[str, Any]) -> None:
+        thread = threading.get_native_id()
+        self._add(name, CPU, thread, begin - self._start, end - begin, arguments)
 
     @contextmanager
     def device_span(self, name: str, arguments: dict[str, Any]) -> Iterator[None]:
@@ -137,6 +139,12 @@ _current: Trace | None = None
 def span(name: str, **arguments: Any) -> AbstractContextManager[None]:
     """Something that the calling thread does."""
     return nullcontext() if _current is None else _current.span(name, arguments)
+
+
+def past_span(name: str, begin: float, end: float, **arguments: Any) -> None:
+    """What the calling thread has done, by perf_counter."""
+    if _current is not None:
+        _current.past_span(name, begin, end, arguments)
 
 
 def device_span(name: str, **arguments: Any) -> AbstractContextManager[None]:

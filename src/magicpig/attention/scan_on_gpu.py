@@ -240,7 +240,7 @@ class Drawing:
 
     def views(self, found: Tensor) -> tuple[Tensor, ...]:
         """Of a buffer like `found`: log probabilities [batch, heads, room], starts and counts of
-        pieces [batch, heads, pieces], totals [batch, heads], ids [batch, heads, room]."""
+        pieces [batch, heads, pieces], totals [batch, heads, 1], ids [batch, heads, room]."""
         count, rows, at = self.batch * self.heads, [], 0
         for width, dtype in (
             (self.room, torch.float32),

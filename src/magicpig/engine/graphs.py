@@ -9,6 +9,7 @@ whose kernels cannot be recorded, cuts the step into several graphs.
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -61,6 +62,7 @@ class StepGraphs:
         self.has_news = False  # in the host's table
         self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._runs = False
+        self.cpu_share = 0.0  # of the last step, in which the GPU waited for the CPU
         self.attentions = [attention_of(self, i, like) for i, like in enumerate(kvs[0].layers)]
         layers: list[Any] = [
             DecodeLayer(attention.record_dense, like.num_tokens, like.span)
@@ -157,15 +159,17 @@ class StepGraphs:
         self._sent[1, :, 0] = torch.tensor([kv.num_tokens for kv in kvs])
         self._ids.copy_(self._sent, non_blocking=True)
         self._copied.record()
+        begin, awaited = time.perf_counter(), 0.0
         try:
             for graph, served in self._stretches:
                 graph.replay()
                 for attention in served:
-                    attention.between(columns[attention.number])
+                    awaited += attention.between(columns[attention.number])
         except BaseException:
             for tray in self._trays.values():
                 tray.give_up()
             raise
+        self.cpu_share = awaited / (time.perf_counter() - begin)
         trace.device_stamps(self._stamps, self._spans)
         for attention, layers in zip(self.attentions, columns, strict=True):
             attention.finish(layers)
@@ -182,6 +186,13 @@ class Graphs:
         self._seen: dict[object, int] = {}
         self._kept: dict[object, StepGraphs] = {}
         self._possible = True
+
+    def cpu_share(self, kvs: Sequence[SequenceKV]) -> float | None:
+        """Of the last step of such a batch; 0 where there was none, None where it has no graph."""
+        key = len(kvs), kvs[0].kinds
+        if not self._possible or self._seen.get(key, 0) < 0:
+            return None
+        return self._kept[key].cpu_share if key in self._kept else 0.0
 
     @torch.inference_mode()
     def prepared(self, kvs: Sequence[SequenceKV]) -> StepGraphs | None:

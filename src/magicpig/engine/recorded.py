@@ -21,10 +21,11 @@ from magicpig.attention.whole import spend_on_all
 from magicpig.config import draws_on_gpus
 from magicpig.kv.base import SequenceLayer
 from magicpig.kv.device_scan import DeviceCodes
-from magicpig.kv.hybrid_layer import HybridLayer, attend_far, contexts_of, count_windows
+from magicpig.kv.hybrid_layer import HybridLayer, attend_far, count_windows
 from magicpig.kv.seats import Seats, Sitter, together
 from magicpig.kv.sequence import step
 from magicpig.kv.tensor_layer import TensorLayer
+from magicpig.kv.tray import Drawn
 
 if TYPE_CHECKING:
     from magicpig.engine.graphs import StepGraphs
@@ -59,10 +60,14 @@ class Attention:
     def prepare(self, layers: Sequence[Any]) -> None:
         """Before a step: what its kernels will look up."""
 
-    def between(self, layers: Sequence[Any]) -> None:
-        """In a step: what the CPU does where `record` cut the graphs, or asked to be served."""
+    def between(self, layers: Sequence[Any]) -> float:
+        """In a step: what the CPU does where `record` cut the graphs, or asked to be served.
+
+        Returns the seconds that the device has to wait for it.
+        """
         with trace.device_span("attention", batch=len(layers)):
             self._out.copy_(step(layers, *self._tensors, *self._scoring))
+        return 0.0
 
     def finish(self, layers: Sequence[Any]) -> None:
         """After a step."""
@@ -174,16 +179,13 @@ class ExchangedAttention(SeatedAttention):
         self.tray.await_answer(self.graphs.stamps("window", None))
         return self.tray.answer(queries, self.line)
 
-    def between(self, layers: Sequence[HybridLayer]) -> None:
-        contexts = contexts_of(layers)
-        with trace.span("wait for queries"):
-            self.tray.wait()
-        attend_far(layers, contexts, self.tray, *self._scoring, self._drawn())
+    def between(self, layers: Sequence[HybridLayer]) -> float:
+        return attend_far(layers, self.tray, *self._scoring, self._drawn())
 
     def _draw(self, queries: Tensor, scale: float) -> None:
         """Records the drawing of rows, where the device does that."""
 
-    def _drawn(self) -> Any:
+    def _drawn(self) -> Drawn | None:
         return None
 
     def finish(self, layers: Sequence[HybridLayer]) -> None:
@@ -214,7 +216,7 @@ class ScannedAttention(ExchangedAttention):
     def _draw(self, queries: Tensor, scale: float) -> None:
         self.scan.draw(queries, self._there, scale)
 
-    def _drawn(self) -> Any:
+    def _drawn(self) -> Drawn | None:
         return self.scan.drawn if self._fits else None
 
 

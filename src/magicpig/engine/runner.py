@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
+TRY_WHOLE = 256  # one step in so many, whether halves still pay
 
 
 @dataclass
@@ -99,7 +100,7 @@ def _launches_block() -> bool:
 def _link(layers: Sequence[Any]) -> None:
     """Layers with prompts in host memory: each fetches the next one's while it computes."""
     on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
-    for layer, following in pairwise(on_host):
+    for layer, following in itertools.pairwise(on_host):
         layer.following = following
 
 
@@ -140,7 +141,8 @@ class Runner:
         self.batches = not ROTARY_BY_LENGTH & rotary_kinds(config) and all(
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
-        self.graphs: list[Graphs] = []  # of each half
+        self._steps = itertools.count(1)  # in two halves
+        self.graphs: list[Graphs] = []  # of each half; the first's serve whole batches too
         if has_triton(self.device) and self.batches and not _launches_block():
             from magicpig.engine.graphs import Graphs  # which needs Triton
 
@@ -254,7 +256,7 @@ class Runner:
             return torch.cat([self.decode([kv], [token]) for kv, token in pairs])
 
         with self._there(), trace.span("decode", batch=len(kvs)):
-            halved = self.halves is not None and len(kvs) > 1
+            halved = self.halves is not None and len(kvs) > 1 and self._halving_pays(kvs)
             _native.rest_threads(self._resting(halved))
             middle = -(-len(kvs) // 2) if halved else len(kvs)
             parts = [slice(0, middle), slice(middle, None)][: 1 + halved]
@@ -268,6 +270,12 @@ class Runner:
                 for i, part in enumerate(parts)
             ]
             return self.halves.run(*works) if self.halves and halved else works[0]()
+
+    def _halving_pays(self, kvs: list[SequenceKV]) -> bool:
+        """Whether the CPU's part of a step of all at once is the longer one; now and then it is
+        tried. Two halves read the model's weights twice."""
+        share = self.graphs[0].cpu_share(kvs) if self.graphs else None
+        return share is None or (share > 0.5 and next(self._steps) % TRY_WHOLE > 0)
 
     def _resting(self, halved: bool) -> int:
         """Threads of the native core whose cores two halves need, one of which waits for a GPU."""

@@ -19,6 +19,7 @@ from magicpig.attention.scan_on_gpu import BLOCK, CHUNK, PIECE, Drawing, Table
 from magicpig.config import ScanConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.layer import LayerKV
+from magicpig.kv.tray import Drawn
 
 SEGMENTS, CHUNKS = 40, 32  # of a sequence, at most
 # As in threshold.cpp: of an eighth of the keys, so many blocks at least, and at most.
@@ -92,7 +93,8 @@ class DeviceScan:
             self._drawing.found, device="cpu", pin_memory=shape.device.type == "cuda"
         )
         views = [view.numpy() for view in self._drawing.views(self._mirror)]
-        log_probability, starts, counts, self._totals, ids = views
+        log_probability, starts, counts, totals, ids = views
+        self._totals = totals[:, :, 0]
         self._rows = ids.view(np.uint16), log_probability, starts, counts
 
     def new_table(self) -> tuple[Table, Table]:
@@ -147,9 +149,9 @@ class DeviceScan:
         self._mirror.copy_(self._drawing.found, non_blocking=True)
 
     @property
-    def drawn(self) -> tuple[Any, Any, Any, Any] | None:
-        """What has arrived, for the native core; None where it was more than there is room for."""
-        return self._rows if self._totals.max() <= self.room else None
+    def drawn(self) -> Drawn:
+        """What arrives, for the native core; it draws itself where it is more than fits."""
+        return self._rows, self._totals
 
 
 def _evenly(blocks: int) -> Any:

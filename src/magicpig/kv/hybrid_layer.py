@@ -8,15 +8,16 @@ results come back.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from magicpig import _native, trace
+from magicpig import trace
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.scoring import Scoring, attend_to_all
 from magicpig.config import IndexConfig, WindowConfig
@@ -27,7 +28,7 @@ from magicpig.kv.device_window import DeviceWindow
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.native_layer import NativeLayer, builder
 from magicpig.kv.seats import together
-from magicpig.kv.tray import Tray, tray_for
+from magicpig.kv.tray import Drawn, Tray, tray_for
 
 if TYPE_CHECKING:
     from magicpig.kv.device_scan import DeviceCodes
@@ -97,8 +98,7 @@ class HybridLayer(NativeLayer):
                 out = tray.near[0]
                 count_windows(layers)
             else:
-                tray.wait()
-                attend_far(layers, contexts_of(layers), tray, scale, softcap)
+                attend_far(layers, tray, scale, softcap)
                 out = tray.answer(queries)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
@@ -152,42 +152,27 @@ def _attend_near(
 
 def attend_far(
     layers: Sequence[HybridLayer],
-    contexts: Sequence[Any],
     tray: Tray,
     scale: float,
     softcap: float | None,
-    drawn: tuple[Any, Any, Any, Any] | None = None,
-) -> None:
-    """Attention over the far contexts, of what was asked: fills the tray, and says so.
+    drawn: Drawn | None = None,
+) -> float:
+    """Attention over the far contexts, of what was asked, as soon as it is: fills the tray.
 
-    contexts: the layers', in the native core.
-    drawn: rows that the device has drawn, as DeviceScan has them; None: the native core draws.
+    drawn: rows that the device has drawn; None: the native core draws.
+    Returns the seconds that it took, once it was asked.
     """
-    with trace.span("far context", batch=len(layers)):
-        drawing, reading, whole, tokens = _native.attend(
-            contexts,
-            tray.asked,
-            scale,
-            softcap or 0.0,
-            False,
-            tray.out,
-            tray.lse,
-            tray.rows,
-            tray.visited,
-            tray.predicted,
-            tray.signs,
-            drawn,
-        )
-        tray.tell()
-    layers[0].window.spend((drawing, reading, whole))
-    sums = tray.rows.sum(1).tolist(), tray.visited.sum(1).tolist(), tokens
-    for layer, *own in zip(layers, *sums, strict=True):
+    begin = time.perf_counter()
+    contexts = [layer.far._native for layer in layers]
+    served = tray.serve(contexts, scale, softcap, drawn)
+    end, asked = time.perf_counter(), begin + served.waited
+    trace.past_span("wait for queries", begin, asked)
+    trace.past_span("far context", asked, end, batch=len(layers))
+    layers[0].window.spend(served.spent)
+    counts = tray.rows.sum(1).tolist(), tray.visited.sum(1).tolist(), served.tokens
+    for layer, *own in zip(layers, *counts, strict=True):
         layer.window.count(*own)
-
-
-def contexts_of(layers: Sequence[HybridLayer]) -> list[Any]:
-    """For the native core."""
-    return [layer.far._native for layer in layers]
+    return end - asked
 
 
 def count_windows(layers: Sequence[HybridLayer]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ from magicpig.kv.device_index import MAX_NORM, columns_of, directions_of, hashed
 MOST_KEPT = 16  # of trays, by a thread
 PATIENCE = 10.0  # seconds, before a device is asked what is the matter
 NEVER = 2**62  # a ticket that is not reached
+
+
+Drawn = tuple[tuple[Any, Any, Any, Any], Any]  # rows, and how many of each head
+
+
+class Served(NamedTuple):
+    """waited: seconds. spent: thread-seconds of drawing, of attention over drawn rows and over rows
+    read whole. tokens: of each context."""
+
+    waited: float
+    spent: tuple[float, float, float]
+    tokens: list[int]
 
 
 class Tray:
@@ -95,16 +108,39 @@ class Tray:
             self._ticket += 1
             self._arrived.copy_(self._ticket, non_blocking=True)
 
-    def wait(self) -> None:
-        """For what was sent once more."""
-        self._expected += 1
-        while not _native.wait_for(self._seen, self._expected, PATIENCE):
-            torch.cuda.current_stream(self._ticket.device).query()  # raises what went wrong
-        self._open = False
+    def serve(
+        self, contexts: Sequence[Any], scale: float, softcap: float | None, drawn: Drawn | None
+    ) -> Served:
+        """Waits for what was sent once more, attends to the contexts and fills `far`; the device
+        that waits for it goes on.
 
-    def tell(self) -> None:
-        """That `far` is filled, to a device that waits for it in its stream."""
-        _native.tell(self._told, self._expected)
+        contexts: of the batch, in the native core. drawn: see DeviceScan.
+        """
+        self._expected += 1
+        found = None
+        while found is None:
+            found = _native.serve(
+                self._seen,
+                self._expected,
+                PATIENCE,
+                self._told,
+                contexts,
+                self.asked,
+                scale,
+                softcap or 0.0,
+                self.out,
+                self.lse,
+                self.rows,
+                self.visited,
+                self.predicted,
+                self.signs,
+                *(drawn or (None, None)),
+            )
+            if found is None:
+                torch.cuda.current_stream(self._ticket.device).query()  # raises what went wrong
+        self._open = False
+        waited, (drawing, reading, whole, tokens) = found
+        return Served(waited, (drawing, reading, whole), tokens)
 
     def give_up(self) -> None:
         """On the step: the device is not to wait, whatever it finds."""
@@ -115,7 +151,7 @@ class Tray:
         if self._ticket.is_cuda:
             torch.cuda.current_stream(self._ticket.device).synchronize()
         self._expected = int(self._seen[0])
-        self.tell()
+        _native.tell(self._told, self._expected)
 
     def await_answer(self, stamps: Tensor | None = None) -> None:
         """In the stream of a GPU: it goes on when the CPU has told it to."""
