@@ -130,12 +130,14 @@ struct WhenAsked {
   struct Late {};
 
   bool begin() {
-    const Stopwatch watch;
     if (!wait_for(arrived, ticket, patience)) throw Late{};
-    waited = watch.seconds();
+    asked.emplace();
     return std::all_of(totals, totals + num_totals, [&](int32_t rows) { return static_cast<size_t>(rows) <= room; });
   }
-  void end() { tell(answered, ticket); }
+  void end() {
+    tell(answered, ticket);
+    took = asked->seconds();
+  }
 
   const int64_t* arrived;
   int64_t* answered;
@@ -143,7 +145,8 @@ struct WhenAsked {
   double patience;
   const int32_t* totals;
   size_t num_totals, room;
-  double waited = 0;
+  std::optional<Stopwatch> asked{};
+  double took = 0;
 };
 
 std::optional<std::pair<double, Attended>> serve(
@@ -163,7 +166,7 @@ std::optional<std::pair<double, Attended>> serve(
   try {
     Attended found = attend_checked(batch, {scale, softcap}, false,
                                     {queries, out, lse, rows_read, visited, predicted, signs, drawn}, around);
-    return std::pair{around.waited, std::move(found)};
+    return std::pair{around.took, std::move(found)};
   } catch (const WhenAsked::Late&) {
     return std::nullopt;
   }
@@ -230,7 +233,8 @@ void bind_attend(nb::module_& m) {
       "drawn"_a = nb::none(), "totals"_a.noconvert() = nb::none(),
       "attend, of what another device asks: begins when arrived[0] is the ticket, and writes the ticket to answered[0] "
       "at the end. totals: rows that were drawn for each head; where one has more than there is room for, they are "
-      "drawn here instead. Returns the seconds waited and what attend returns, or None where the ticket did not come "
+      "drawn here instead. Returns the seconds since then and what attend returns, or None where the ticket did not "
+      "come "
       "within `patience` seconds.");
   m.def("attend_rows", &attend_rows, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "rows"_a.noconvert(),
         "log_probability"_a.noconvert(), "counts"_a.noconvert(), "out"_a.noconvert(), "lse"_a.noconvert(),

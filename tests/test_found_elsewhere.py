@@ -167,8 +167,9 @@ def test_another_device_is_served_when_it_asks():
         _native.tell(arrived, large)
 
     threading.Thread(target=ask).start()
-    (waited, (*_, tokens)), answered, filled = serve(kvs, queries, large, 10.0, arrived)
-    assert 0.05 < waited < 5
+    begin = time.perf_counter()
+    (took, (*_, tokens)), answered, filled = serve(kvs, queries, large, 10.0, arrived)
+    assert 0 < took < time.perf_counter() - begin - 0.05  # without the wait
     assert tokens == [1000]
     assert answered == large
     for mine, theirs in zip(filled, attend(kvs, queries), strict=True):

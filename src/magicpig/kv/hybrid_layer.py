@@ -165,14 +165,14 @@ def attend_far(
     begin = time.perf_counter()
     contexts = [layer.far._native for layer in layers]
     served = tray.serve(contexts, scale, softcap, drawn)
-    end, asked = time.perf_counter(), begin + served.waited
-    trace.past_span("wait for queries", begin, asked)
-    trace.past_span("far context", asked, end, batch=len(layers))
+    end = time.perf_counter()
+    trace.past_span("wait for queries", begin, end - served.took)
+    trace.past_span("far context", end - served.took, end, batch=len(layers))
     layers[0].window.spend(served.spent)
     counts = tray.rows.sum(1).tolist(), tray.visited.sum(1).tolist(), served.tokens
     for layer, *own in zip(layers, *counts, strict=True):
         layer.window.count(*own)
-    return end - asked
+    return served.took
 
 
 def count_windows(layers: Sequence[HybridLayer]) -> None:

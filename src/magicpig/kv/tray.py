@@ -26,10 +26,10 @@ Drawn = tuple[tuple[Any, Any, Any, Any], Any]  # rows, and how many of each head
 
 
 class Served(NamedTuple):
-    """waited: seconds. spent: thread-seconds of drawing, of attention over drawn rows and over rows
-    read whole. tokens: of each context."""
+    """took: seconds, from when it was asked. spent: thread-seconds of drawing, of attention over
+    drawn rows and over rows read whole. tokens: of each context."""
 
-    waited: float
+    took: float
     spent: tuple[float, float, float]
     tokens: list[int]
 
@@ -139,8 +139,8 @@ class Tray:
             if found is None:
                 torch.cuda.current_stream(self._ticket.device).query()  # raises what went wrong
         self._open = False
-        waited, (drawing, reading, whole, tokens) = found
-        return Served(waited, (drawing, reading, whole), tokens)
+        took, (drawing, reading, whole, tokens) = found
+        return Served(took, (drawing, reading, whole), tokens)
 
     def give_up(self) -> None:
         """On the step: the device is not to wait, whatever it finds."""
