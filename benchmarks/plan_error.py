@@ -21,11 +21,14 @@ NAMES = {"full": "gpu-only"}
 
 def planned(model: ModelGeometry, machine: Machine, point: dict[str, object]) -> float:
     """Milliseconds of the step."""
-    load = Load(int(str(point["context"])))
-    if str(point["system"]).startswith("lsh"):
+    name, load = str(point["system"]), Load(int(str(point["context"])))
+    if name.startswith("lsh"):
         load = dataclasses.replace(load, lsh_share=float(str(point["keys_read"])))
+    if name.startswith("scan"):
+        budget = name.split(":")[2].removesuffix("%")
+        load = dataclasses.replace(load, scan_share=float(budget) / 100)
     known: dict[str, System] = {system.name: system for system in systems(model, machine, load)}
-    name = NAMES.get(str(point["system"]), str(point["system"]))
+    name = NAMES.get(name, name)
     return 1e3 * known[name].step(int(str(point["batch"]))).seconds
 
 

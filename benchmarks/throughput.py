@@ -339,11 +339,11 @@ def plot(points: list[Point], path: Path) -> None:
     width = max(1, len(contexts))
     figure, axes = pyplot.subplots(1, width, figsize=(4.8 * width, 4), squeeze=False)
     for axis, context in zip(axes[0], contexts, strict=False):
-        for system in dict.fromkeys(p.system for p in points):
+        for i, system in enumerate(dict.fromkeys(p.system for p in points)):
             own = [p for p in points if (p.system, p.context) == (system, context)]
             shown = [(p.batch, p.tokens_per_second) for p in own if p.tokens_per_second]
             if shown:
-                axis.plot(*zip(*shown, strict=True), marker="o", label=system)
+                axis.plot(*zip(*shown, strict=True), marker="o", label=system, color=f"C{i}")
         axis.set(title=f"{context:,} tokens", xlabel="batch", ylabel="tokens/s")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
