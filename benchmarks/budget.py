@@ -48,6 +48,9 @@ def run(llm: LLM, context: int, new_tokens: int) -> dict[str, float]:
         task = progress.add_task("tokens", total=(fits + 1) * new_tokens)
         while engine.has_work:
             events = engine.step()
+            for event in events:
+                if event.error:
+                    raise SystemExit(f"a request failed: {event.error}")
             most = max(most, len(engine.scheduler.running))
             done += len(events)
             progress.update(task, completed=done)

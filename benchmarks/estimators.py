@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from torch.nn.functional import pad
 
 from magicpig import ScanConfig, reference
 from magicpig.analysis import texts
@@ -32,6 +33,7 @@ from magicpig.models import LoadedModel, load
 
 SINKS, LOCAL, POSITIONS = 4, 64, 4
 BITS = (1, 2, 4)
+BLOCK = 64
 NEVER = torch.tensor(-math.inf)
 
 
@@ -42,12 +44,15 @@ class Far:
 
     estimates: scores as codes tell them, by bits. uniform: a number for each query and key.
     distance: squared distances of values from their mean, in mean squared distances.
+    blocks: [kv_heads, queries, blocks], logs of the weights of BLOCK keys after another, as their
+        mean tells them; of two numbers, the second also uses their variance in each dimension.
     """
 
     scene: Scene
     estimates: dict[int, Tensor]
     uniform: Tensor
     distance: Tensor
+    blocks: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, given: LayerInput, generator: torch.Generator) -> Far:
@@ -58,6 +63,7 @@ class Far:
             {bits: estimated(scene, given.scale, bits) for bits in BITS},
             torch.rand(scene.scores.shape, generator=generator),
             (squared / squared.mean(-1, keepdim=True))[:, None],
+            block_logs(scene, given.scale),
         )
 
 
@@ -72,6 +78,16 @@ def estimated(scene: Scene, scale: float, bits: int) -> Tensor:
         products = (rotated / width).round() * width @ levels.T * factors
         heads.append(scale * (products + queries.double() @ keys.double().mean(0)[:, None]))
     return torch.stack(heads).float()
+
+
+def block_logs(scene: Scene, scale: float) -> tuple[Tensor, Tensor]:
+    keys, temper = scene.keys.float().transpose(1, 2), reference.TEMPERS[2]
+    padded = pad(keys, (0, -keys.shape[2] % BLOCK)).unflatten(2, (-1, BLOCK))
+    count = pad(torch.ones(keys.shape[2]), (0, -keys.shape[2] % BLOCK)).view(-1, BLOCK).sum(1)
+    mean, square = padded.sum(-1) / count, padded.square().sum(-1) / count
+    queries = temper * scale * scene.queries.float()
+    by_mean = queries @ mean + count.log()
+    return by_mean, by_mean + 0.5 * queries.square() @ (square - mean.square())
 
 
 def thresholds(logs: Tensor, rows: int) -> Tensor:
@@ -122,6 +138,35 @@ def shared(far: Far, logs: Tensor, rows: int) -> Tensor:
     return torch.where(uniform.log() < log_p, far.scene.scores - log_p, NEVER)
 
 
+def staged(share: float, by: int) -> Rule:
+    """Some blocks for all heads of a KV head, a quarter of them by chance alone; then keys of these
+    blocks. Codes of other blocks need not be read.
+
+    share: of the blocks. by: which of Far.blocks.
+    """
+
+    def rule(far: Far, logs: Tensor, rows: int) -> Tensor:
+        group, mass = logs.shape[1] // far.scene.positions, far.blocks[by]
+        mass = (mass - mass.logsumexp(-1, keepdim=True)).unflatten(1, (-1, group)).logsumexp(2)
+        number = share * mass.shape[-1]
+        heavy = (mass - thresholds(mass, max(1, round(0.75 * number)))).clamp(max=0).exp()
+        log_block = (heavy + 0.25 * share).clamp(max=1).log().repeat_interleave(group, 1)
+        generator = torch.Generator().manual_seed(rows)
+        chance = torch.rand(mass.shape, generator=generator).log().repeat_interleave(group, 1)
+
+        def each(blocks: Tensor) -> Tensor:
+            return blocks.repeat_interleave(BLOCK, -1)[..., : logs.shape[-1]]
+
+        log_block, drawn, border = each(log_block), each(chance < log_block), thresholds(logs, rows)
+        for _ in range(8):  # until as many rows are expected
+            log_p = torch.minimum(log_block, logs - border)
+            border = border + (log_p.exp().sum(-1, keepdim=True) / rows).log()
+        drawn = drawn & (far.uniform.log() < log_p - log_block)
+        return torch.where(drawn, far.scene.scores - log_p, NEVER)
+
+    return rule
+
+
 Rule = Callable[[Far, Tensor, int], Tensor]
 
 
@@ -146,6 +191,10 @@ def variants(far: Far) -> Iterator[tuple[str, Rule, Tensor]]:
         biased = 0.85 * two + 0.5 * (far.distance + ordinary).log()
         yield f"poisson, 2-bit codes, tempered 0.85, values + {ordinary:g}", poisson, biased
     yield "systematic, 2-bit codes, tempered 0.85, values", systematic, 0.85 * two + bias
+    for share in (0.125, 0.25, 0.5):
+        for by, name in enumerate(("means", "means and variances")):
+            what = f"{share:.1%} of blocks by {name}, then poisson, as before"
+            yield what, staged(share, by), 0.85 * two + bias
     yield "rows of a group shared, 2-bit codes, tempered 0.85, values", shared, 0.85 * two + bias
 
 

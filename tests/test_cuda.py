@@ -10,6 +10,7 @@ from zoo import loaded, make_model
 from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig, hf
 from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
+from magicpig.engine.runner import Runner
 from magicpig.evals.harness import Harness
 from magicpig.kv import tray
 from magicpig.kv.device_index import append_from
@@ -151,8 +152,8 @@ HYBRID = WindowConfig(4, 8, 16)
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:100%", "cpu-dense", "kv-stream"])
-def test_windows_and_prompts_where_they_belong(name, method):
-    """Windows on the GPU, prompts and far contexts in host memory, a batch in two halves."""
+def test_windows_and_prompts_where_they_belong(halved, name, method):
+    """Windows on the GPU, prompts and far contexts in host memory."""
     prompts = [[i * k % 200 + 3 for i in range(100 * k)] for k in (1, 3, 5)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     tokens = []
@@ -165,6 +166,13 @@ def test_windows_and_prompts_where_they_belong(name, method):
     pairs = [zip(one, other, strict=True) for one, other in zip(*tokens, strict=True)]
     same = [a == b for pair in pairs for a, b in pair]
     assert sum(same) > 0.9 * len(same)  # a token may differ where two are nearly as likely
+
+
+@pytest.fixture(params=[True, False], ids=["halves", "whole"])
+def halved(request, monkeypatch):
+    """Batches of two and more in two halves, or never, whatever pays."""
+    monkeypatch.setattr(Runner, "_halving_pays", lambda *_: request.param)
+    return request.param
 
 
 def cuda_llm(method="lsh:4:12"):
@@ -186,9 +194,11 @@ def test_a_thousand_steps_leave_nothing_behind(method):
     assert held[-1] <= held[4] + 1e6
 
 
-def test_an_interrupt_in_the_middle_of_a_step(monkeypatch):
+@pytest.mark.parametrize("calls", [30, 31])
+def test_an_interrupt_in_the_middle_of_a_step(halved, monkeypatch, calls):
+    """Of either half."""
     llm = cuda_llm()
-    serve, left = tray._native.serve, [30]
+    serve, left = tray._native.serve, [calls]
 
     def interrupted(*arguments):
         left[0] -= 1
@@ -198,10 +208,10 @@ def test_an_interrupt_in_the_middle_of_a_step(monkeypatch):
 
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     expected = cuda_llm().generate([[5, 6, 7] * 30, [9] * 50], params)
-    monkeypatch.setattr(tray._native, "serve", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5, 6, 7] * 30, [9] * 50], params)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(tray._native, "serve", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6, 7] * 30, [9] * 50], params)
     again = llm.generate([[5, 6, 7] * 30, [9] * 50], params)
     assert [g.text for g in again] == [g.text for g in expected]
 
@@ -223,7 +233,7 @@ def test_the_limit_of_a_gpus_memory_is_kept():
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_forks_of_one_prompt_in_both_halves():
+def test_forks_of_one_prompt(halved):
     """They share far contexts, dense layers' included."""
     here = loaded("llama")
     prompt, tokens = [i * 3 % 200 + 3 for i in range(400)], []
@@ -238,7 +248,7 @@ def test_forks_of_one_prompt_in_both_halves():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:100%", "cpu-dense", "kv-stream", "full"])
-def test_recorded_steps_give_the_same_numbers(name, method):
+def test_recorded_steps_give_the_same_numbers(halved, name, method):
     """Sequences of other lengths come and go; windows grow and become far."""
     prompts = [[i * k % 200 + 3 for i in range(90 * k)] for k in (1, 2, 3, 5)]
     lengths = 60, 25, 60, 40
@@ -257,7 +267,8 @@ def test_recorded_steps_give_the_same_numbers(name, method):
         while llm.engine.has_work:
             llm.engine.step()
         found.append([request.sequences[0].token_ids for request in requests])
-        assert any(each._kept for each in graphs) == recorded
+        two = halved and llm.engine.runner.halves is not None
+        assert [bool(each._kept) for each in graphs] == [recorded, recorded and two]
     assert found[0] == found[1]
 
 

@@ -14,6 +14,7 @@ from magicpig.cli import app
 from magicpig.engine.halves import Halves
 from magicpig.kv import tray
 from magicpig.kv.hybrid_layer import HybridLayer
+from magicpig.kv.sequence import SequenceKV
 
 PROMPTS = [[i * k % 200 + 3 for i in range(40 * k)] for k in (2, 3, 4, 5, 7)]
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -92,6 +93,40 @@ def test_a_failing_step_ends_its_sequences_and_no_others(on_device, monkeypatch)
     with pytest.raises(MemoryError, match="no more"):
         llm.generate(PROMPTS[:3], PARAMS)
     assert len(llm.generate(PROMPTS[:3], PARAMS)) == 3
+
+
+class Recorded:
+    """What a runner asks of its graphs, before a step."""
+
+    def __init__(self, *without):
+        self.without = without  # sizes of batches that cannot be recorded
+
+    def possible(self, kvs):
+        return len(kvs) not in self.without
+
+
+def test_halves_where_the_cpu_has_more_to_do():
+    runner = llm_for("lsh:4:12", True).engine.runner
+    kvs = [SequenceKV([]) for _ in range(5)]
+    whole, halves = [slice(0, None)], [slice(0, 3), slice(3, None)]
+    assert runner._parts(kvs) == halves  # nothing is recorded, nor known
+    assert runner._parts(kvs[:1]) == whole
+    runner.graphs = [Recorded(), Recorded()]
+    key = 5, ()
+    assert runner._parts(kvs) == whole  # to see what the CPU does
+    for share, expected in ((0.3, whole), (0.7, halves), (None, halves), (0.5, whole)):
+        runner._shares[key] = share
+        assert runner._parts(kvs) == expected
+    runner._shares[key] = 0.7
+    taken = [runner._parts(kvs) for _ in range(600)]
+    assert taken.count(whole) == 2  # whether they still pay
+    runner.graphs = [Recorded(5), Recorded()]
+    runner._shares[key] = 0.1
+    assert runner._parts(kvs) == halves  # all at once cannot be recorded
+    runner._shares[key] = 0.9
+    for graphs in ([Recorded(3), Recorded()], [Recorded(), Recorded(2)]):
+        runner.graphs = graphs
+        assert runner._parts(kvs) == whole  # one of the halves cannot
 
 
 def test_nothing_is_recorded_outside(tmp_path):

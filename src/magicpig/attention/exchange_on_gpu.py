@@ -61,6 +61,13 @@ def _stamp(stamp):
 
 
 @triton.jit
+def _fenced(number):
+    return tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [number], tl.int64, False, 1
+    )
+
+
+@triton.jit
 def _send(ticket, arrived, stamp, HAS_STAMP: tl.constexpr, ON_GPU: tl.constexpr):
     """The next ticket, which shows the host that all before it in the stream has arrived."""
     number = tl.load(ticket) + 1
@@ -68,14 +75,12 @@ def _send(ticket, arrived, stamp, HAS_STAMP: tl.constexpr, ON_GPU: tl.constexpr)
     if HAS_STAMP:
         tl.store(stamp, globaltimer())
     if ON_GPU:  # what earlier kernels wrote to the host's memory is there before the ticket
-        number = tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [number], tl.int64, False, 1
-        )
+        number = _fenced(number)
     tl.store(arrived, number)
 
 
 @triton.jit
-def _await(ticket, answered, stamps, HAS_STAMPS: tl.constexpr):
+def _await(ticket, answered, stamps, HAS_STAMPS: tl.constexpr, ON_GPU: tl.constexpr):
     """Until the host has answered what was sent with the ticket."""
     if HAS_STAMPS:
         tl.store(stamps, globaltimer())
@@ -83,6 +88,8 @@ def _await(ticket, answered, stamps, HAS_STAMPS: tl.constexpr):
     seen = tl.load(answered, volatile=True)
     while seen < number:
         seen = tl.load(answered, volatile=True)
+    if ON_GPU:
+        _fenced(seen)
     if HAS_STAMPS:
         tl.store(stamps + 1, globaltimer())
 
@@ -167,8 +174,14 @@ def await_answer(ticket: Tensor, answered: Tensor, stamps: Tensor | None) -> Non
 
     stamps: int64 [2], for when the GPU began to wait and when it ended.
     """
-    shown = ticket if stamps is None else stamps
-    _await[(1,)](ticket, answered, shown, HAS_STAMPS=stamps is not None, num_warps=1)
+    _await[(1,)](
+        ticket,
+        answered,
+        ticket if stamps is None else stamps,
+        HAS_STAMPS=stamps is not None,
+        ON_GPU=ticket.is_cuda,
+        num_warps=1,
+    )
 
 
 State = tuple[Tensor, Tensor]  # output [batch, heads, dim] and log-sum-exp [batch, heads], float32

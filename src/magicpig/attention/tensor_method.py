@@ -57,7 +57,7 @@ class TensorMethod(Method):
         return FarTokens(keys.contiguous()[None], values.contiguous()[None])
 
     def grown(self, layer: TensorLayer, keys: Tensor, values: Tensor) -> FarTokens:
-        """The far context with these tokens behind it."""
+        """The far context with these tokens behind it; what is kept of them is copied."""
         far = layer.far
         keys = torch.cat([far.keys[0], keys.to(far.keys)], 1)
         values = torch.cat([far.values[0], values.to(far.values)], 1)

@@ -62,7 +62,8 @@ class StepGraphs:
         self.has_news = False  # in the host's table
         self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._runs = False
-        self.cpu_share = 0.0  # of the last step, in which the GPU waited for the CPU
+        self._columns: list[Any] = []  # of a step's sequences, their layers
+        self.cpu_share: float | None = None  # of the last step; None: the CPU had none
         self.attentions = [attention_of(self, i, like) for i, like in enumerate(kvs[0].layers)]
         layers: list[Any] = [
             DecodeLayer(attention.record_dense, like.num_tokens, like.span)
@@ -70,8 +71,8 @@ class StepGraphs:
         ]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._begin()
             try:
+                self._begin()
                 begin_pass()
                 out = model(
                     input_ids=self._ids[0],
@@ -81,12 +82,12 @@ class StepGraphs:
                     logits_to_keep=1,
                 )
                 self._logits: Tensor = out.logits[:, -1].contiguous()
+                self._close()
             except BaseException:
                 if self._recording is not None:
                     with suppress(RuntimeError):  # the first error tells
                         self._end()
                 raise
-            self._close()
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _begin(self) -> None:
@@ -142,15 +143,15 @@ class StepGraphs:
             self._scans[like.kind] = DeviceScan(self.batch, like.shape, index, self.tokens)
         return self._scans[like.kind]
 
-    def run(self, kvs: Sequence[SequenceKV], token_ids: Sequence[int]) -> Tensor:
-        """Logits [batch, vocab]."""
+    def prepare(self, kvs: Sequence[SequenceKV], token_ids: Sequence[int]) -> None:
+        """What the next step needs on the device, in the current stream."""
         if self._runs:  # the last one did not come to its end
             for tray in self._trays.values():
                 tray.forget()
         self._runs = True
         self._copied.synchronize()  # of the last step, whose memory is written now
-        columns = list(zip(*(kv.layers for kv in kvs), strict=True))
-        for attention, layers in zip(self.attentions, columns, strict=True):
+        self._columns = list(zip(*(kv.layers for kv in kvs), strict=True))
+        for attention, layers in zip(self.attentions, self._columns, strict=True):
             attention.prepare(layers)
         if self.has_news:
             self._table.copy_(self._host_table, non_blocking=True)
@@ -159,21 +160,25 @@ class StepGraphs:
         self._sent[1, :, 0] = torch.tensor([kv.num_tokens for kv in kvs])
         self._ids.copy_(self._sent, non_blocking=True)
         self._copied.record()
-        begin, awaited = time.perf_counter(), 0.0
+
+    def run(self) -> Tensor:
+        """The step that was prepared; logits [batch, vocab]."""
+        begin, awaited = time.perf_counter(), list[float | None]()
         try:
             for graph, served in self._stretches:
                 graph.replay()
-                for attention in served:
-                    awaited += attention.between(columns[attention.number])
+                awaited += [each.between(self._columns[each.number]) for each in served]
         except BaseException:
             for tray in self._trays.values():
                 tray.give_up()
             raise
-        self.cpu_share = awaited / (time.perf_counter() - begin)
+        seconds = [each for each in awaited if each is not None]
+        took = time.perf_counter() - begin
+        self.cpu_share = sum(seconds) / took if seconds else None
         trace.device_stamps(self._stamps, self._spans)
-        for attention, layers in zip(self.attentions, columns, strict=True):
+        for attention, layers in zip(self.attentions, self._columns, strict=True):
             attention.finish(layers)
-        self._runs = False
+        self._columns, self._runs = [], False
         return self._logits.clone()
 
 
@@ -187,12 +192,13 @@ class Graphs:
         self._kept: dict[object, StepGraphs] = {}
         self._possible = True
 
-    def cpu_share(self, kvs: Sequence[SequenceKV]) -> float | None:
-        """Of the last step of such a batch; 0 where there was none, None where it has no graph."""
+    def possible(self, kvs: Sequence[SequenceKV]) -> bool:
+        """Whether such a batch has a graph, or may get one; asked in every step."""
         key = len(kvs), kvs[0].kinds
-        if not self._possible or self._seen.get(key, 0) < 0:
-            return None
-        return self._kept[key].cpu_share if key in self._kept else 0.0
+        if self._seen.get(key, 0) < 0:  # for want of memory
+            self._seen[key] += 1
+            return False
+        return self._possible and all(kv.kinds == kvs[0].kinds for kv in kvs)
 
     @torch.inference_mode()
     def prepared(self, kvs: Sequence[SequenceKV]) -> StepGraphs | None:

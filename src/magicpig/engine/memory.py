@@ -25,7 +25,7 @@ from magicpig.kv.seats import ROOM
 SHARE = 0.9  # of the memory that is free, for keys, values and indexes
 AT_HAND = 3  # layers' worth of a prompt on the device: as it comes, as it is kept, and of the next
 FINISHED_AT_ONCE = 3  # layers of a prompt in host memory, made far
-FINISHED = 4  # layers' worth of memory that it takes to make one far, on the device
+FINISHED = 2  # layers' worth of memory that it takes to make one far, on the device
 HASHED, LONGEST_SEGMENT = (
     12_000,
     65_536,
@@ -118,7 +118,7 @@ class Needs:
         pinned = [i for i in layers if self.plan.of(i).on_host]
         if not pinned:
             return Memory(0, FINISHED * layer)
-        device = max(AT_HAND, min(FINISHED_AT_ONCE, len(layers) - len(pinned))) * layer
+        device = AT_HAND * layer  # dense layers are copied when they are made far: no more at once
         device -= sum(  # which come with the first step
             self.plan.of(i).index_bytes(self._shape, prompt_tokens)
             for i in pinned

@@ -60,14 +60,14 @@ class Attention:
     def prepare(self, layers: Sequence[Any]) -> None:
         """Before a step: what its kernels will look up."""
 
-    def between(self, layers: Sequence[Any]) -> float:
+    def between(self, layers: Sequence[Any]) -> float | None:
         """In a step: what the CPU does where `record` cut the graphs, or asked to be served.
 
-        Returns the seconds that the device has to wait for it.
+        Returns the seconds that the device has to wait for it; None: it is asked of the device.
         """
         with trace.device_span("attention", batch=len(layers)):
             self._out.copy_(step(layers, *self._tensors, *self._scoring))
-        return 0.0
+        return None
 
     def finish(self, layers: Sequence[Any]) -> None:
         """After a step."""
@@ -180,6 +180,7 @@ class ExchangedAttention(SeatedAttention):
         return self.tray.answer(queries, self.line)
 
     def between(self, layers: Sequence[HybridLayer]) -> float:
+        self.advance()  # by the time that it is told
         return attend_far(layers, self.tray, *self._scoring, self._drawn())
 
     def _draw(self, queries: Tensor, scale: float) -> None:
@@ -189,7 +190,7 @@ class ExchangedAttention(SeatedAttention):
         return None
 
     def finish(self, layers: Sequence[HybridLayer]) -> None:
-        self.advance()
+        pass
 
 
 class ScannedAttention(ExchangedAttention):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from magicpig.kv.sequence import SequenceKV, step
 from magicpig.nn import pack
 
 if TYPE_CHECKING:
-    from magicpig.engine.graphs import Graphs, StepGraphs
+    from magicpig.engine.graphs import Graphs
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
@@ -97,6 +98,18 @@ def _launches_block() -> bool:
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """While graphs run, their threads are to free none of the GPU's memory, which may wait."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _link(layers: Sequence[Any]) -> None:
     """Layers with prompts in host memory: each fetches the next one's while it computes."""
     on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
@@ -142,6 +155,7 @@ class Runner:
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
         self._steps = itertools.count(1)  # in two halves
+        self._shares: dict[object, float | None] = {}  # of the CPU, in steps of whole batches
         self.graphs: list[Graphs] = []  # of each half; the first's serve whole batches too
         if has_triton(self.device) and self.batches and not _launches_block():
             from magicpig.engine.graphs import Graphs  # which needs Triton
@@ -256,41 +270,53 @@ class Runner:
             return torch.cat([self.decode([kv], [token]) for kv, token in pairs])
 
         with self._there(), trace.span("decode", batch=len(kvs)):
-            halved = self.halves is not None and len(kvs) > 1 and self._halving_pays(kvs)
-            _native.rest_threads(self._resting(halved))
-            middle = -(-len(kvs) // 2) if halved else len(kvs)
-            parts = [slice(0, middle), slice(middle, None)][: 1 + halved]
-            # While one half's graph waits for the CPU, nothing else should be new to the GPU.
+            parts = self._parts(kvs)
+            _native.rest_threads(self._resting(len(parts) > 1))
             graphs = [
                 each.prepared(kvs[part]) for each, part in zip(self.graphs, parts, strict=False)
             ]
-            recorded = graphs and None not in graphs
-            works = [
-                partial(self._run, graphs[i] if recorded else None, kvs[part], token_ids[part])
-                for i, part in enumerate(parts)
-            ]
-            return self.halves.run(*works) if self.halves and halved else works[0]()
+            if not graphs or None in graphs:
+                # All or none: what is new to the GPU may have to wait for a graph that runs.
+                return self._run(
+                    [partial(self._decode, kvs[part], token_ids[part]) for part in parts]
+                )
+            for each, part in zip(graphs, parts, strict=True):
+                assert each
+                each.prepare(kvs[part], token_ids[part])
+            with _without_gc():
+                logits = self._run([each.run for each in graphs if each])
+            if len(parts) == 1 and graphs[0]:
+                self._shares[len(kvs), kvs[0].kinds] = graphs[0].cpu_share
+            for kv in kvs:
+                kv.num_tokens += 1
+            return logits
 
-    def _halving_pays(self, kvs: list[SequenceKV]) -> bool:
+    def _run(self, works: Sequence[Callable[[], Tensor]]) -> Tensor:
+        return self.halves.run(*works) if self.halves and len(works) > 1 else works[0]()
+
+    def _parts(self, kvs: list[SequenceKV]) -> list[slice]:
+        """Of the batch: all of it, or two halves."""
+        middle = -(-len(kvs) // 2)
+        halves = [slice(0, middle), slice(middle, None)]
+        if self.halves is None or len(kvs) < 2 or not self._halving_pays(kvs, halves):
+            return [slice(0, None)]
+        return halves
+
+    def _halving_pays(self, kvs: list[SequenceKV], halves: list[slice]) -> bool:
         """Whether the CPU's part of a step of all at once is the longer one; now and then it is
         tried. Two halves read the model's weights twice."""
-        share = self.graphs[0].cpu_share(kvs) if self.graphs else None
+        if not self.graphs or not self.graphs[0].possible(kvs):
+            return True
+        pairs = zip(self.graphs, halves, strict=True)
+        if not all([each.possible(kvs[half]) for each, half in pairs]):
+            return False
+        share = self._shares.get((len(kvs), kvs[0].kinds), 0.0)  # at first all at once
         return share is None or (share > 0.5 and next(self._steps) % TRY_WHOLE > 0)
 
     def _resting(self, halved: bool) -> int:
         """Threads of the native core whose cores two halves need, one of which waits for a GPU."""
         threads = 0 if self.device.type == "cpu" or not halved else _native.num_threads()
         return min(2, threads // 4)
-
-    def _run(
-        self, graphs: StepGraphs | None, kvs: list[SequenceKV], token_ids: list[int]
-    ) -> Tensor:
-        if graphs is None:
-            return self._decode(kvs, token_ids)
-        logits = graphs.run(kvs, token_ids)
-        for kv in kvs:
-            kv.num_tokens += 1
-        return logits
 
     def _decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
         layers: list[Any] = [

@@ -96,18 +96,26 @@ class TensorLayer(SequenceLayer, Sitter):
     @torch.inference_mode()
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
         self.leave()
-        window_keys, window_values = self.read_window()
-        keys = torch.cat([window_keys, keys.to(window_keys)], 1)
-        values = torch.cat([window_values, values.to(window_values)], 1)
+        keys, values = keys.to(self.seats.keys), values.to(self.seats.keys)
+        in_window = self.seats.lengths[self.seat]
+        if in_window:
+            window = self.seats.window(self.seat)
+            keys, values = torch.cat([window[0], keys], 1), torch.cat([window[1], values], 1)
         self.method.watch(self, keys.shape[1], mass)
-        self._sit_alone(keys, values)
         sinks, local, block = self.config.sinks, self.config.local, self.config.block
-        if window_keys.shape[1] >= sinks + local + block:
-            self._move(block)  # which was full before, and goes by itself
-        moved = self.seats.lengths[self.seat] - sinks - local
-        if moved >= block:
-            self._move(moved)
-            self._sit_alone(*self.read_window())  # in memory of a window's size
+        far = sinks
+        if in_window >= sinks + local + block:  # a block that was full before goes by itself
+            far = self._add_far(keys, values, far, block)
+        if keys.shape[1] - far - local >= block:
+            far = self._add_far(keys, values, far, keys.shape[1] - far - local)
+        self._sit_alone(*(torch.cat([x[:, :sinks], x[:, far:]], 1) for x in (keys, values)))
+
+    def _add_far(self, keys: Tensor, values: Tensor, first: int, count: int) -> int:
+        """Tokens from `first` on become far; the end of them."""
+        part = slice(first, first + count)
+        self.far_seen += count
+        self.far = self.method.grown(self, keys[:, part], values[:, part])
+        return part.stop
 
     def _sit_alone(self, keys: Tensor, values: Tensor) -> None:
         self.sit(Seats([(keys, values)]), 0)
@@ -121,10 +129,7 @@ class TensorLayer(SequenceLayer, Sitter):
     def _move(self, count: int) -> None:
         """The oldest tokens behind the sinks become far."""
         self.leave()
-        keys, values = self.seats.window(self.seat)
-        part = slice(self.config.sinks, self.config.sinks + count)
-        self.far_seen += count
-        self.far = self.method.grown(self, keys[:, part].clone(), values[:, part].clone())
+        self._add_far(*self.read_window(), self.config.sinks, count)
         self.seats.drop(self.seat, self.config.sinks, count)
 
     def read_window(self) -> tuple[Tensor, Tensor]:

@@ -137,10 +137,19 @@ class Tray:
                 *(drawn or (None, None)),
             )
             if found is None:
-                torch.cuda.current_stream(self._ticket.device).query()  # raises what went wrong
+                self._check()
         self._open = False
         took, (drawing, reading, whole, tokens) = found
         return Served(took, (drawing, reading, whole), tokens)
+
+    def _check(self) -> None:
+        """Raises what went wrong with the device, if something did."""
+        done = torch.cuda.current_stream(self._ticket.device).query()
+        if done and self._seen[0] != self._expected:
+            raise RuntimeError(
+                f"the device came to its end without ticket {self._expected}: its last is "
+                f"{self._seen[0]}"
+            )
 
     def give_up(self) -> None:
         """On the step: the device is not to wait, whatever it finds."""
