@@ -171,6 +171,7 @@ class StepGraphs:
         except BaseException:
             for tray in self._trays.values():
                 tray.give_up()
+            self._columns = []  # whose sequences end
             raise
         seconds = [each for each in awaited if each is not None]
         took = time.perf_counter() - begin
