@@ -27,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import torch
 from machine import hardware
 from rich.console import Console
 from rich.progress import track
+from throughput_report import Point, best_table, plot, table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import magicpig
@@ -64,30 +65,6 @@ WARM_UP = 5  # until batches and halves are recorded, and the better way is know
 TRACED = 3  # steps
 LEAST_STEPS = 5
 console = Console(stderr=True, highlight=False)
-
-
-@dataclass(frozen=True)
-class Point:
-    """What was measured; None where it does not apply.
-
-    fits: the budgets that this batch fits into; none for a batch of 0.
-    """
-
-    system: str
-    context: int
-    batch: int
-    fits: list[str]
-    ms_per_step: float | None = None
-    tokens_per_second: float | None = None
-    cpu_busy: float | None = None
-    threads_busy: float | None = None
-    gpu_busy: float | None = None
-    us_between: float | None = None
-    host_gb_per_second: float | None = None
-    of_roof: float | None = None
-    keys_read: float | None = None
-    gpu_bytes: int | None = None
-    host_bytes: int | None = None
 
 
 class Bench:
@@ -265,91 +242,6 @@ def thread_seconds(kvs: list[SequenceKV]) -> float:
     """That the native core spent on attention so far."""
     layers = [layer for kv in kvs for layer in kv.attention_layers]
     return sum(sum(layer.window.seconds) for layer in layers if isinstance(layer, NativeLayer))
-
-
-HEADER = (
-    "system,context,batch,fits,ms/step,tokens/s,CPU busy,threads,GPU busy,between us,GB/s,of roof,"
-    "keys,GPU GB,CPU GB"
-)
-
-
-def cell(value: float | None, form: str, scale: float = 1) -> str:
-    return "" if value is None else format(scale * value, form)
-
-
-def markdown(header: str, lines: list[list[str]]) -> str:
-    names = header.split(",")
-    rule = f"|---|{'---:|' * (len(names) - 1)}"
-    return "\n".join(f"| {' | '.join(line)} |" if line else rule for line in [names, [], *lines])
-
-
-def table(points: list[Point]) -> str:
-    lines = [
-        [
-            p.system,
-            f"{p.context:,}",
-            str(p.batch) if p.batch else "does not fit",
-            " ".join(p.fits),
-            cell(p.ms_per_step, ".1f"),
-            cell(p.tokens_per_second, ".1f"),
-            cell(p.cpu_busy, ".0%"),
-            cell(p.threads_busy, ".0%"),
-            cell(p.gpu_busy, ".0%"),
-            cell(p.us_between, ".0f"),
-            cell(p.host_gb_per_second, ".1f"),
-            cell(p.of_roof, ".0%"),
-            cell(p.keys_read, ".2%"),
-            cell(p.gpu_bytes, ".1f", 1e-9),
-            cell(p.host_bytes, ".1f", 1e-9),
-        ]
-        for p in points
-    ]
-    return markdown(HEADER, lines)
-
-
-def best(points: list[Point], context: int, budget: str, system: str) -> Point | None:
-    own = [
-        p
-        for p in points
-        if (p.system, p.context) == (system, context) and budget in p.fits and p.tokens_per_second
-    ]
-    return max(own, key=lambda p: p.tokens_per_second or 0, default=None)
-
-
-def best_table(points: list[Point], budgets: list[str]) -> str:
-    """Tokens per second at the best batch, by context and budget."""
-    systems = list(dict.fromkeys(p.system for p in points))
-    lines = []
-    for context in dict.fromkeys(p.context for p in points):
-        for budget in budgets:
-            found = [best(points, context, budget, system) for system in systems]
-            cells = [f"{p.tokens_per_second:.1f} ({p.batch})" if p else "-" for p in found]
-            lines.append([f"{context:,}", budget, *cells])
-    return markdown(",".join(["context", "GPU memory", *systems]), lines)
-
-
-def plot(points: list[Point], path: Path) -> None:
-    """Throughput over the batch: a panel for each context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    contexts = sorted({p.context for p in points if p.batch})
-    width = max(1, len(contexts))
-    figure, axes = pyplot.subplots(1, width, figsize=(4.8 * width, 4), squeeze=False)
-    for axis, context in zip(axes[0], contexts, strict=False):
-        for i, system in enumerate(dict.fromkeys(p.system for p in points)):
-            own = [p for p in points if (p.system, p.context) == (system, context)]
-            shown = [(p.batch, p.tokens_per_second) for p in own if p.tokens_per_second]
-            if shown:
-                axis.plot(*zip(*shown, strict=True), marker="o", label=system, color=f"C{i}")
-        axis.set(title=f"{context:,} tokens", xlabel="batch", ylabel="tokens/s")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
 
 
 def let_go(device: torch.device) -> None:

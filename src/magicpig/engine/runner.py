@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.courier import current
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.sequence import SequenceKV, step
+from magicpig.models.quiet import without_collections
 from magicpig.nn import pack
 
 if TYPE_CHECKING:
@@ -96,18 +96,6 @@ def _decode_layer(rows: Sequence[SequenceLayer]) -> DecodeLayer:
 def _launches_block() -> bool:
     """Whether the caller of a kernel waits for its end: graphs wait for the caller."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """While graphs run, their threads are to free none of the GPU's memory, which may wait."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _link(layers: Sequence[Any]) -> None:
@@ -275,18 +263,19 @@ class Runner:
             graphs = [
                 each.prepared(kvs[part]) for each, part in zip(self.graphs, parts, strict=False)
             ]
-            if not graphs or None in graphs:
+            recorded = [each for each in graphs if each is not None]
+            if len(recorded) < len(parts):
                 # All or none: what is new to the GPU may have to wait for a graph that runs.
                 return self._run(
                     [partial(self._decode, kvs[part], token_ids[part]) for part in parts]
                 )
-            for each, part in zip(graphs, parts, strict=True):
-                assert each
+            for each, part in zip(recorded, parts, strict=True):
                 each.prepare(kvs[part], token_ids[part])
-            with _without_gc():
-                logits = self._run([each.run for each in graphs if each])
-            if len(parts) == 1 and graphs[0]:
-                self._shares[len(kvs), kvs[0].kinds] = graphs[0].cpu_share
+            # Threads that serve graphs are to free none of the GPU's memory, which may wait.
+            with without_collections():
+                logits = self._run([each.run for each in recorded])
+            if len(recorded) == 1:
+                self._shares[len(kvs), kvs[0].kinds] = recorded[0].cpu_share
             for kv in kvs:
                 kv.num_tokens += 1
             return logits
