@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +132,8 @@ def test_a_context_is_saved_once_and_asked_twice(model, tmp_path):
     assert json.loads(direct.stdout)["prompt_tokens"] == answers[0]["prompt_tokens"]
     other = run("--context", saved, "-p", "Which?", "--method", "full", "--json")
     assert json.loads(other.stdout)["completions"][0]["index_bytes"] == 0
+    shown = run("--context", saved, "-p", "Which?", "--max-tokens", "2")
+    assert re.search(r"[\d,]+ prompt tokens, [\d,]+ read before", shown.stderr)
 
 
 def process(*arguments, **options):

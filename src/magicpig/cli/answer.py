@@ -184,8 +184,9 @@ def summary(generation: Generation) -> str:
     usages = [completion.usage for completion in generation.completions]
     window = sum(usage.nbytes.window for usage in usages)
     share = sum(usage.share_read for usage in usages) / len(usages)
+    known = f", {generation.known_tokens:,} read before" if generation.known_tokens else ""
     parts = [
-        f"{generation.prompt_tokens:,} prompt tokens",
+        f"{generation.prompt_tokens:,} prompt tokens{known}",
         f"prefill {_rate(generation.read_tokens, generation.prefill_seconds)}",
         f"{generation.new_tokens:,} new",
         f"decode {_rate(generation.decode_tokens, generation.decode_seconds)}",
