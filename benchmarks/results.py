@@ -1,7 +1,7 @@
 """docs/results.md: the evaluations behind it, and its tables.
 
     python benchmarks/results.py run ruler-4k                   one of RUNS, into results/
-    python benchmarks/results.py run ruler-16k --device cuda --processes 11
+    python benchmarks/results.py run ruler-16k --device cuda --processes 11 [--methods SOME]
     python benchmarks/results.py keep ruler-4k                  its samples, in docs/samples/
     python benchmarks/results.py write                          the tables of docs/results.md
 
@@ -75,9 +75,9 @@ RUNS = {
         ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"),
     ),
     "ruler-4k": Run("smollm2-ruler-32k", "4k", 10, f"{COMPARED},{MORE_LSH},{EXACT},{SCAN_4K}"),
-    "ruler-8k": Run("smollm2-ruler-32k", "8k", 25, COMPARED),
-    "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, f"{COMPARED},{SCAN}"),
-    "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, f"{COMPARED},{SCAN}"),
+    "ruler-8k": Run("smollm2-ruler-32k", "8k", 25, f"{COMPARED},{EXACT},{SCAN}"),
+    "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, f"{COMPARED},{EXACT},{SCAN}"),
+    "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, f"{COMPARED},{EXACT},{SCAN}"),
     "masks-4k": Run(
         "smollm2-ruler-32k",
         "4k",
@@ -117,7 +117,7 @@ def run(name: str, folder: Path, processes: int, more: list[str], only: list[str
 
 
 def keep(name: str, folder: Path) -> None:
-    """All samples of a run in one file; a folder may hold one task or many."""
+    """All samples of a run in one file, beside those kept before; a folder may hold some tasks."""
     found = [
         r
         for each in sorted(folder.glob(f"{name}-*/samples.jsonl"))
@@ -125,6 +125,10 @@ def keep(name: str, folder: Path) -> None:
     ]
     if not found:
         raise SystemExit(f"no results of {name} in {folder}")
+    if (SAMPLES / f"{name}.jsonl.xz").exists():
+        new = {tuple(r[part] for part in records.KEY) for r in found}
+        kept = records_of(name)
+        found = [r for r in kept if tuple(r[part] for part in records.KEY) not in new] + found
     text = "".join(json.dumps(record) + "\n" for record in found)
     SAMPLES.mkdir(exist_ok=True)
     write_whole(SAMPLES / f"{name}.jsonl.xz", lzma.compress(text.encode()))
