@@ -51,8 +51,19 @@ unsigned long long available_memory() {
   return std::min(left, limit + files > used ? limit + files - used : 0);
 }
 
+OutOfMemory::OutOfMemory(size_t bytes) noexcept {
+  const auto left = available_memory();
+  const double wanted = 1e-9 * static_cast<double>(bytes);
+  if (left > bytes) {
+    std::snprintf(text_, sizeof text_, "the system refused %.2f GB more: look at the limits of the process", wanted);
+  } else {
+    std::snprintf(text_, sizeof text_, "%.2f GB more were needed and %.2f are left: take fewer or shorter sequences",
+                  wanted, 1e-9 * static_cast<double>(left));
+  }
+}
+
 void require_memory(size_t bytes) {
-  if (bytes >= kHugePage && bytes >= available_memory()) throw std::bad_alloc();
+  if (bytes >= kHugePage && bytes >= available_memory()) throw OutOfMemory(bytes);
 }
 
 Buffer::Buffer(size_t bytes) : size_(bytes) {
@@ -65,7 +76,7 @@ Buffer::Buffer(size_t bytes) : size_(bytes) {
   // Map enough to cut a piece that starts on a huge page's border out of it.
   size_t length = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   void* raw = mmap(nullptr, length + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED) throw std::bad_alloc();
+  if (raw == MAP_FAILED) throw OutOfMemory(bytes);
   char* start = static_cast<char*>(raw);
   size_t skip = (kHugePage - reinterpret_cast<uintptr_t>(start) % kHugePage) % kHugePage;
   if (skip) munmap(start, skip);

@@ -1,12 +1,23 @@
-// Memory of segments: aligned, on huge pages where large, and refused with std::bad_alloc before the machine runs dry.
+// Memory of segments: aligned, on huge pages where large, and refused before the machine runs dry.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <new>
 
 namespace magicpig {
 
-// std::bad_alloc unless the machine has this much left. A Buffer asks for itself; who needs several asks for all at
+// Says how much was wanted, and how much there is.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(size_t bytes) noexcept;
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[160];
+};
+
+// OutOfMemory unless the machine has this much left. A Buffer asks for itself; who needs several asks for all at
 // once.
 void require_memory(size_t bytes);
 

@@ -205,10 +205,19 @@ def test_running_out_of_memory_is_a_memory_error_and_changes_nothing():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         try:
             kv.append(many, many)
-        except MemoryError:
+        except MemoryError as error:
+            print(str(error).split(" GB")[0][:18], end=": ")
             print("refused", kv.num_tokens, torch.equal(kv.attend(few[:, 0])[0], before[0]))
         kv.append(few[:, :1], few[:, :1])
         print(kv.num_tokens)
         """
     )
-    assert result.stdout == "refused 2000 True\n2001\n", result.stderr
+    assert result.stdout == "the system refused: refused 2000 True\n2001\n", result.stderr
+
+
+def test_more_than_the_machine_has_is_refused_with_both_figures():
+    kv = LayerKV(1, 1, 256)
+    keys = torch.zeros(1, 1, 256).expand(1, 2 * 10**9, 256)
+    with pytest.raises(MemoryError, match=r"^\d+\.\d\d GB more were needed and \d+\.\d\d are left"):
+        kv.append(keys, keys)
+    assert kv.num_tokens == 0
