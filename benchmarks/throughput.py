@@ -179,7 +179,8 @@ class Bench:
         seconds: list[float] = []
         while len(seconds) < LEAST_STEPS or sum(seconds) < at_least:
             seconds.append(step())
-        each, whole = statistics.median(seconds), sum(seconds)
+        each = statistics.median(seconds)
+        whole = len(seconds) * each  # without what recording a graph in between takes
         costs, working = [kv.cost for kv in kvs], thread_seconds(kvs) - spent
         by_codes = runner.graphs and draws_on_gpus(getattr(runner.plan.method, "index", None))
         moved = sum(now.row_bytes - then.row_bytes for now, then in zip(costs, before, strict=True))
