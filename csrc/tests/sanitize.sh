@@ -10,7 +10,7 @@ for sanitizers in address,undefined thread; do
     exit 1
   }
   echo "native tests under -fsanitize=$sanitizers"
-  for test in native_test linear_test prompt_test step_test; do
+  for test in native_test scan_test linear_test prompt_test step_test; do
     "$build/$test"
   done
 done
