@@ -2,9 +2,9 @@
 
     lm_eval --model magicpig --model_args pretrained=smollm2,method=lsh:10:150 --tasks ...
 
-Versions of the harness that look for plug-ins find it by its entry point. For those up to 0.4.13,
-which know their own models only, `python -m magicpig.evals.lm_harness` is `lm_eval` with this
-model known to it and takes the same arguments.
+The harness finds it by its entry point in the group lm_eval.models, as its plug-in guide says (its
+pull request 4013). Releases up to 0.4.13 know their own models only: for these
+`python -m magicpig.evals.lm_harness` is `lm_eval` with this model known to it.
 
 Contexts are read densely and continuations are decoded token by token, so that the method counts:
 in all tokens of a text whose likelihood is asked for, in all but the first of an answer.
