@@ -12,6 +12,7 @@ from zoo import loaded
 from magicpig import LLM, SamplingParams, WindowConfig, trace
 from magicpig.cli import app
 from magicpig.engine.halves import Halves
+from magicpig.engine.pace import Pace
 from magicpig.kv import tray
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.sequence import SequenceKV
@@ -112,21 +113,52 @@ def test_halves_where_the_cpu_has_more_to_do():
     assert runner._parts(kvs) == halves  # nothing is recorded, nor known
     assert runner._parts(kvs[:1]) == whole
     runner.graphs = [Recorded(), Recorded()]
-    key = 5, ()
-    assert runner._parts(kvs) == whole  # to see what the CPU does
-    for share, expected in ((0.3, whole), (0.7, halves), (None, halves), (0.5, whole)):
-        runner._shares[key] = share
+    pace = runner._paces[5, ()]
+    for halved, expected in ((False, whole), (True, halves)):
+        pace.halved = halved
         assert runner._parts(kvs) == expected
-    runner._shares[key] = 0.7
-    taken = [runner._parts(kvs) for _ in range(600)]
-    assert taken.count(whole) == 2  # whether they still pay
     runner.graphs = [Recorded(5), Recorded()]
-    runner._shares[key] = 0.1
+    pace.halved = False
     assert runner._parts(kvs) == halves  # all at once cannot be recorded
-    runner._shares[key] = 0.9
+    pace.halved = True
     for graphs in ([Recorded(3), Recorded()], [Recorded(), Recorded(2)]):
         runner.graphs = graphs
         assert runner._parts(kvs) == whole  # one of the halves cannot
+
+
+def steps(pace, count, whole, halved, share):
+    """How so many steps are run, that take so long each way."""
+    ways = []
+    for _ in range(count):
+        ways.append(pace.halved)
+        pace.took(halved if pace.halved else whole, None if pace.halved else share)
+    return ways
+
+
+def test_the_faster_way_is_kept():
+    pace = Pace()
+    assert not any(steps(pace, 1000, 1.0, 0.1, 0.4))  # the CPU has too little for a try
+    ways = steps(pace, 600, 1.0, 0.7, 0.8)
+    assert all(ways[10:250])
+    assert 5 < ways[10:].count(False) <= 15  # whether they still pay
+    ways = steps(pace, 600, 0.5, 0.7, 0.8)  # they do not any more
+    assert ways[270:].count(True) <= 5
+    assert any(steps(Pace(), 20, 1.0, 0.7, None))  # who has no attention may wait for a link
+
+
+def test_one_slow_step_changes_nothing():
+    pace = Pace()
+    for i in range(2000):
+        slow = 40 if i % 5 == 2 else 1
+        pace.took(slow * (0.9 if pace.halved else 1.0), 0.95 if i % 5 == 2 else 0.4)
+        assert not pace.halved
+    pace = Pace()
+    steps(pace, 100, 1.0, 0.9, 0.8)
+    kept = [pace.halved]
+    for i in range(150):
+        pace.took(40.0 if i % 5 == 2 else 0.9, 0.8)
+        kept.append(pace.halved)
+    assert all(kept)
 
 
 def test_nothing_is_recorded_outside(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +32,7 @@ from magicpig.attention.plan import Plan
 from magicpig.config import UnsupportedModel, WindowConfig
 from magicpig.engine.halves import Halves
 from magicpig.engine.memory import FINISHED_AT_ONCE, Needs, heads_of
+from magicpig.engine.pace import Pace
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer
 from magicpig.hf.tagged import DecodeLayer, begin_pass
@@ -45,7 +48,6 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
-TRY_WHOLE = 256  # one step in so many, whether halves still pay
 
 
 @dataclass
@@ -142,8 +144,7 @@ class Runner:
         self.batches = not ROTARY_BY_LENGTH & rotary_kinds(config) and all(
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
-        self._steps = itertools.count(1)  # in two halves
-        self._shares: dict[object, float | None] = {}  # of the CPU, in steps of whole batches
+        self._paces: defaultdict[object, Pace] = defaultdict(Pace)
         self.graphs: list[Graphs] = []  # of each half; the first's serve whole batches too
         if has_triton(self.device) and self.batches and not _launches_block():
             from magicpig.engine.graphs import Graphs  # which needs Triton
@@ -272,10 +273,11 @@ class Runner:
             for each, part in zip(recorded, parts, strict=True):
                 each.prepare(kvs[part], token_ids[part])
             # Threads that serve graphs are to free none of the GPU's memory, which may wait.
+            start = time.perf_counter()
             with without_collections():
                 logits = self._run([each.run for each in recorded])
-            if len(recorded) == 1:
-                self._shares[len(kvs), kvs[0].kinds] = recorded[0].cpu_share
+            took = time.perf_counter() - start
+            self._pace(kvs).took(took, recorded[0].cpu_share)
             for kv in kvs:
                 kv.num_tokens += 1
             return logits
@@ -292,15 +294,16 @@ class Runner:
         return halves
 
     def _halving_pays(self, kvs: list[SequenceKV], halves: list[slice]) -> bool:
-        """Whether the CPU's part of a step of all at once is the longer one; now and then it is
-        tried. Two halves read the model's weights twice."""
+        """As far as is known: steps that are recorded are timed."""
         if not self.graphs or not self.graphs[0].possible(kvs):
             return True
         pairs = zip(self.graphs, halves, strict=True)
         if not all([each.possible(kvs[half]) for each, half in pairs]):
             return False
-        share = self._shares.get((len(kvs), kvs[0].kinds), 0.0)  # at first all at once
-        return share is None or (share > 0.5 and next(self._steps) % TRY_WHOLE > 0)
+        return self._pace(kvs).halved
+
+    def _pace(self, kvs: list[SequenceKV]) -> Pace:
+        return self._paces[len(kvs), kvs[0].kinds]
 
     def _resting(self, halved: bool) -> int:
         """Threads of the native core whose cores two halves need, one of which waits for a GPU."""
