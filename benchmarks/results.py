@@ -109,11 +109,15 @@ def run(name: str, folder: Path, processes: int, more: list[str], only: list[str
     if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("MAGICPIG_NUM_THREADS", "1")
+    failed = 0
     with ThreadPoolExecutor(processes) as pool:
         done = pool.map(one, tasks)
         for failure in track(done, total=len(tasks), description=name, console=console):
             if failure:
+                failed += 1
                 console.print(failure)
+    if failed:
+        raise SystemExit(f"{failed} of {len(tasks)} tasks failed; run it again to go on")
 
 
 def keep(name: str, folder: Path) -> None:

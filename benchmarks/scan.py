@@ -35,8 +35,7 @@ from magicpig.models import load
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SINKS, LOCAL, POSITIONS, ROUNDS = 16, 64, 8, 3
 TABLES = ((10, 150), (9, 120), (8, 75), (10, 300), (10, 600))
-BUDGETS = (0.002, 0.003, 0.004, 0.005, 0.01, 0.02, 0.04)
-PASSED = (0.5, 0.25, 0.125)  # of the codes, with budgets up to 1 %
+BUDGETS = (0.002, 0.003, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.04)
 console = Console(stderr=True, highlight=False)
 Index = LSHConfig | ScanConfig
 
@@ -44,8 +43,7 @@ Index = LSHConfig | ScanConfig
 def name_of(index: Index) -> str:
     if isinstance(index, LSHConfig):
         return f"lsh:{index.bits_per_table}:{index.num_tables}"
-    name = f"scan:{index.bits_per_dim}:{100 * index.budget:g}%"
-    return name if index.passed == 1 else f"{name}:passed={100 * index.passed:g}%"
+    return f"scan:{index.bits_per_dim}:{100 * index.budget:g}%"
 
 
 def attended(kv: LayerKV, queries: Tensor, scale: float) -> tuple[float, float, float, Tensor]:
@@ -167,9 +165,6 @@ def on_real_keys(
     layers = [Layer(one) for one in read(model, tasks, tokens, dense, every)]
     indexes: list[Index] = [LSHConfig(bits, tables, exact_below=0) for bits, tables in TABLES]
     indexes += [ScanConfig(bits, budget, 1) for bits in (2, 4) for budget in BUDGETS]
-    indexes += [
-        ScanConfig(2, b, 1, passed=passed) for passed in PASSED for b in BUDGETS if b <= 0.01
-    ]
     rows, fastest = [], []
     for index in track(indexes, "indexes", console=console):
         kvs = [layer.indexed(index) for layer in layers]

@@ -25,7 +25,6 @@ struct Part {
   uint32_t first, count;
   bool drawn;
   size_t piece;  // of rows that were drawn elsewhere: the run's first
-  size_t patch;  // of codes: the run's first
 };
 
 // The parts of one KV head of one sequence; whoever finishes its last task merges their states.
@@ -89,13 +88,13 @@ class Call {
       group.sequence = g / geometry_.num_kv_heads;
       group.kv_head = static_cast<uint32_t>(g % geometry_.num_kv_heads);
       group.first_part = parts_.size();
-      size_t piece = 0, patch = 0;
+      size_t piece = 0;
       for (const Run& run : batch_[group.sequence]) {
         const bool drawn = run.index && !exact;
         const uint32_t rows = drawn ? run.index->tokens_at_once() : kExactRows;
         for (uint32_t first = 0; first < run.num_tokens; first += rows)
-          parts_.push_back({&run, first, std::min(rows, run.num_tokens - first), drawn, piece, patch});
-        if (drawn) piece += num_pieces(run.num_tokens), patch += num_patches(run.num_tokens);
+          parts_.push_back({&run, first, std::min(rows, run.num_tokens - first), drawn, piece});
+        if (drawn) piece += num_pieces(run.num_tokens);
       }
       group.end_part = parts_.size();
     }
@@ -181,9 +180,9 @@ class Call {
     drawn.resize(task.num_heads);
     const Stopwatch watch;
     if (!elsewhere_) {
-      part.run->index->draw({queries_, query, task.num_heads, group.kv_head, part.run->rows(group.kv_head), part.first,
-                             part.count, part.patch},
-                            drawn.data());
+      part.run->index->draw(
+          {queries_, query, task.num_heads, group.kv_head, part.run->rows(group.kv_head), part.first, part.count},
+          drawn.data());
     }
     const double drawing = watch.seconds();
     for (uint32_t h = 0; h < task.num_heads; ++h) {

@@ -140,15 +140,14 @@ NB_MODULE(_native, m) {
 
   nb::class_<Scan>(m, "Scan").def(
       "__init__",
-      [](Scan* self, uint32_t bits_per_dim, float budget, uint32_t min_rows, float target_error, float passed,
-         uint32_t seed, uint32_t head_dim, const In<float, 2>& signs) {
+      [](Scan* self, uint32_t bits_per_dim, float budget, uint32_t min_rows, float target_error, uint32_t seed,
+         uint32_t head_dim, const In<float, 2>& signs) {
         if (signs.shape(0) > kMaxRounds || signs.shape(1) != padded_dim(head_dim))
           refuse("signs must have a column for each dimension, padded, and few rows");
-        new (self) Scan(bits_per_dim, budget, min_rows, target_error, passed, seed, head_dim, signs.data(),
+        new (self) Scan(bits_per_dim, budget, min_rows, target_error, seed, head_dim, signs.data(),
                         static_cast<uint32_t>(signs.shape(0)));
       },
-      "bits_per_dim"_a, "budget"_a, "min_rows"_a, "target_error"_a, "passed"_a, "seed"_a, "head_dim"_a,
-      "signs"_a.noconvert());
+      "bits_per_dim"_a, "budget"_a, "min_rows"_a, "target_error"_a, "seed"_a, "head_dim"_a, "signs"_a.noconvert());
 
   nb::class_<LayerKV>(m, "LayerKV")
       .def(

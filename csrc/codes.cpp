@@ -16,9 +16,8 @@ namespace magicpig {
 
 namespace {
 
-constexpr size_t kBlocksAtOnce = 12;  // coded by one task: whole patches
-static_assert(kBlocksAtOnce * kCodeBlock % kPatch == 0);
-constexpr size_t kBlocksAhead = 4;  // asked for from memory where single ones are read
+constexpr size_t kBlocksAtOnce = 12;  // coded by one task
+constexpr size_t kBlocksAhead = 4;    // asked for from memory where single ones are read
 
 // What is added to a value's squared distance from the mean value, in mean squared distances: a key whose value is
 // ordinary can still be a heavy one.
@@ -32,7 +31,7 @@ Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_tokens
       num_blocks_((num_tokens + kCodeBlock - 1) / kCodeBlock),
       row_bytes_(size_t{2} * scan_->dim * element_bytes(type)),
       mean_at_(num_blocks_ * scan_->block_bytes()),
-      head_bytes_(mean_at_ + 2 * scan_->dim * sizeof(float) + num_mean_blocks() * scan_->mean_block_bytes()) {}
+      head_bytes_(mean_at_ + 2 * scan_->dim * sizeof(float)) {}
 
 Codes::Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory)
     : Codes(std::move(scan), type, num_tokens) {
@@ -58,7 +57,6 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
   const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(norm));
   const size_t parts = (num_blocks_ + kBlocksAtOnce - 1) / kBlocksAtOnce;
   std::vector<double> sums(parts);
-  std::vector<float> patch_means(scan_->by_patches() ? num_patches() * dim : 0), patch_sums(patch_means.size() / dim);
   parallel_for(parts, [&](size_t part) {
     constexpr size_t kKeys = kBlocksAtOnce * kCodeBlock;
     static thread_local std::vector<float> scratch;
@@ -71,11 +69,6 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
     for (size_t i = 0; i < count; i += kCodeBlock) {
       kernels.encode({centred + i * dim, dim, scan_->bits, scan_->step(), scan_->signs.data(), scan_->num_rounds,
                       scan_->span, blocks(kv_head) + (first + i) / kCodeBlock * scan_->block_bytes(), rotated});
-    }
-    for (size_t i = 0; i < count && !patch_means.empty(); ++i) {
-      const size_t patch = (first + i) / kPatch, keys = std::min<size_t>(kPatch, num_tokens_ - patch * kPatch);
-      const float share = 1 / static_cast<float>(keys);
-      for (uint32_t d = 0; d < dim; ++d) patch_means[patch * dim + d] += share * centred[i * dim + d];
     }
     kernels.centre[type](values + first * row_bytes_, count, dim, mean_value(kv_head), 0.0f, centred, inverse);
     for (size_t i = 0; i < padded; ++i) {
@@ -90,46 +83,10 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
   parallel_for(parts, [&](size_t part) {
     for (size_t block = part * kBlocksAtOnce; block < std::min((part + 1) * kBlocksAtOnce, num_blocks_); ++block) {
       float* bias = biases(kv_head, block);
-      for (uint32_t k = 0; k < kCodeBlock; ++k) {
-        bias[k] = std::max(std::sqrt(bias[k] * bias[k] + added), kMinNorm);
-        if (!patch_sums.empty() && block * kCodeBlock + k < num_tokens_)
-          patch_sums[block * kCodeBlock / kPatch] += bias[k];
-      }
+      for (uint32_t k = 0; k < kCodeBlock; ++k) bias[k] = std::max(std::sqrt(bias[k] * bias[k] + added), kMinNorm);
       kernels.log(bias, kCodeBlock, bias);
     }
   });
-  if (scan_->by_patches()) encode_patches(kernels, kv_head, patch_means, patch_sums);
-}
-
-void Codes::encode_patches(const Kernels& kernels, uint32_t kv_head, const std::vector<float>& means,
-                           const std::vector<float>& sums) const {
-  const uint32_t dim = scan_->dim;
-  std::vector<float> some(kCodeBlock * dim), scratch(kCodeBlock * (dim + 32));
-  for (size_t block = 0; block < num_mean_blocks(); ++block) {
-    const size_t first = block * kCodeBlock, count = std::min<size_t>(kCodeBlock, num_patches() - first);
-    char* to = mean_blocks(kv_head) + block * scan_->mean_block_bytes();
-    float* bias = reinterpret_cast<float*>(to + scan_->mean_block_bytes()) - kCodeBlock;
-    std::fill(std::copy_n(means.data() + first * dim, count * dim, some.begin()), some.end(), 0.0f);
-    kernels.encode({some.data(), dim, Scan::kMeanBits, Scan::step_of(Scan::kMeanBits), scan_->signs.data(),
-                    scan_->num_rounds, scan_->span, to, scratch.data()});
-    std::fill(std::copy_n(sums.data() + first, count, bias), bias + kCodeBlock, kMinNorm);
-    kernels.log(bias, kCodeBlock, bias);
-  }
-}
-
-void Codes::patch_logs(const Ask& ask, size_t stride, float* logs) const {
-  std::vector<float> bases(ask.num_heads), own(ask.num_heads * num_mean_blocks() * kCodeBlock);
-  ScanArgs args = scan_args(ask, bases.data());
-  args.blocks = mean_blocks(ask.kv_head);
-  args.num_blocks = num_mean_blocks();
-  args.num_lines = scan_->mean_lines();
-  args.offsets = ask.queries.scan().mean_offsets(ask.query);
-  kernels().scan_logs[Scan::kMeanBits / 2](args, own.data());
-  const size_t each = args.num_blocks * kCodeBlock;
-  for (uint32_t h = 0; h < ask.num_heads; ++h) {
-    std::copy_n(own.data() + h * each, num_patches(), logs + h * stride);
-    std::fill(logs + h * stride + num_patches(), logs + h * stride + each, -1e38f);
-  }
 }
 
 ScanArgs Codes::scan_args(const Ask& ask, float* bases) const {
@@ -143,7 +100,6 @@ ScanArgs Codes::scan_args(const Ask& ask, float* bases) const {
           scan_->num_lines,
           ask.num_heads,
           queries.codes(ask.query),
-          queries.stride(),
           queries.slopes(ask.query),
           queries.offsets(ask.query),
           bases};
@@ -174,46 +130,23 @@ size_t Codes::logs(const Ask& ask, const std::vector<size_t>& which, size_t stri
   return absent;
 }
 
-void Codes::find_stretches(const Ask& ask, std::vector<Stretch>& stretches) const {
-  constexpr uint32_t kBlocks = kPatch / kCodeBlock;
-  const uint32_t num_blocks = (ask.count + kCodeBlock - 1) / kCodeBlock;
-  const Passed& passed = ask.queries.scan().passed(ask.query);
-  stretches.clear();
-  if (passed.all) {
-    stretches.push_back({0, num_blocks, 0});
-    return;
-  }
-  const size_t first = ask.first_patch + ask.first / kPatch, end = first + magicpig::num_patches(ask.count);
-  const std::vector<uint32_t>& patches = passed.patches;
-  const auto from = std::lower_bound(patches.begin(), patches.end(), first) - patches.begin();
-  for (auto i = static_cast<size_t>(from); i < patches.size() && patches[i] < end; ++i) {
-    const auto block = static_cast<uint32_t>(patches[i] - first) * kBlocks;
-    stretches.push_back({block, std::min(kBlocks, num_blocks - block), passed.log_probability[i]});
-  }
-}
-
 void Codes::draw(const Ask& ask, Drawn* drawn) const {
   static thread_local std::vector<uint16_t> ids;
-  static thread_local std::vector<Stretch> stretches;
-  static thread_local std::vector<float> log_probability, log_stretch;
+  static thread_local std::vector<float> log_probability;
   static thread_local std::vector<size_t> counts;
   static thread_local std::vector<float> bases;
   const ScanQueries& queries = ask.queries.scan();
   const size_t num_blocks = (ask.count + kCodeBlock - 1) / kCodeBlock, stride = num_blocks * kCodeBlock + 2 * kChunk;
   ids.resize(stride * ask.num_heads);
   log_probability.resize(stride * ask.num_heads);
-  log_stretch.resize(stride * ask.num_heads);
   counts.resize(ask.num_heads);
   bases.resize(ask.num_heads);
   ScanArgs args = scan_args(ask, bases.data());
   args.blocks = blocks(ask.kv_head) + ask.first / kCodeBlock * scan_->block_bytes();
   args.num_blocks = num_blocks;
-  find_stretches(ask, stretches);
   uint32_t key[2] = {queries.key(ask.query)[0], queries.key(ask.query)[1]};
   stir(mean(ask.kv_head), scan_->dim, key);  // segments number their rows alike, and must not draw alike
-  kernels().scan_draw[scan_->level()](args, {stretches.data(),
-                                             stretches.size(),
-                                             &queries.log_thresholds[ask.query],
+  kernels().scan_draw[scan_->level()](args, {&queries.log_thresholds[ask.query],
                                              {key[0], key[1]},
                                              static_cast<uint16_t>(ask.first),
                                              ask.count,
@@ -222,7 +155,6 @@ void Codes::draw(const Ask& ask, Drawn* drawn) const {
                                              stride,
                                              ids.data(),
                                              log_probability.data(),
-                                             log_stretch.data(),
                                              counts.data()});
   for (uint32_t h = 0; h < ask.num_heads; ++h)
     drawn[h] = {ids.data() + h * stride, counts[h], {}, log_probability.data() + h * stride, 0};

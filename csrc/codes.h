@@ -19,7 +19,7 @@ class Codes : public Index {
   // is right; whatever is in it, nothing outside the segment is read.
   Codes(std::shared_ptr<const Scan> scan, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory);
 
-  uint32_t tokens_at_once() const override { return scan_->passed > 0.5f ? 8192 : 16384; }
+  uint32_t tokens_at_once() const override { return 8192; }
   uint32_t heads_at_once(uint32_t group) const override { return group; }
   void draw(const Ask& ask, Drawn* drawn) const override;
 
@@ -27,11 +27,6 @@ class Codes : public Index {
   // matter: of head h into logs[h * stride + i * 16 ...], and, unless null, the keys' biases. Returns how many keys of
   // them are padding: theirs are lower than any.
   size_t logs(const Ask& ask, const std::vector<size_t>& blocks, size_t stride, float* logs, float* biases) const;
-  // The same of the segment's patches, for keys at their means, into logs[h * stride ...]: num_mean_blocks() * 16.
-  void patch_logs(const Ask& ask, size_t stride, float* logs) const;
-  size_t num_patches() const { return magicpig::num_patches(num_tokens_); }
-  size_t num_mean_blocks() const { return scan_->by_patches() ? (num_patches() + kCodeBlock - 1) / kCodeBlock : 0; }
-  size_t num_tokens() const { return num_tokens_; }
   const float* mean_value(uint32_t kv_head) const { return mean(kv_head) + scan_->dim; }
   size_t num_blocks() const { return num_blocks_; }
 
@@ -42,20 +37,14 @@ class Codes : public Index {
   float* biases(uint32_t kv_head, size_t block) const {
     return reinterpret_cast<float*>(blocks(kv_head) + (block + 1) * scan_->block_bytes()) - kCodeBlock;
   }
-  char* mean_blocks(uint32_t kv_head) const { return blocks(kv_head) + mean_at_ + 2 * scan_->dim * sizeof(float); }
   void encode(const Kernels& kernels, RowType type, uint32_t kv_head, const char* rows) const;
-  // means: of the patches' centred keys [num_patches, dim]. sums: of their keys' weights, as far as values tell them.
-  void encode_patches(const Kernels& kernels, uint32_t kv_head, const std::vector<float>& means,
-                      const std::vector<float>& sums) const;
-  // The part's blocks that are passed over, numbered from its first.
-  void find_stretches(const Ask& ask, std::vector<Stretch>& stretches) const;
   // The arguments of a kernel but for the blocks; bases are filled in.
   ScanArgs scan_args(const Ask& ask, float* bases) const;
 
   std::shared_ptr<const Scan> scan_;
   uint32_t num_tokens_;
   size_t num_blocks_, row_bytes_;
-  // Per head: blocks, then the mean key and the mean value [dim], then blocks of the patches' means.
+  // Per head: blocks, then the mean key and the mean value [dim].
   size_t mean_at_, head_bytes_;
 };
 

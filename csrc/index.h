@@ -18,7 +18,6 @@ struct Ask {
   uint32_t kv_head;
   const char* rows;       // the KV head's, of the segment's first token
   uint32_t first, count;  // tokens
-  size_t first_patch;     // of the segment, in the sequence: where codes are passed over in patches
 };
 
 // Rows for one query head, in the drawing thread's memory until it draws again.

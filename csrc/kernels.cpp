@@ -46,8 +46,6 @@ extern const Kernels kernels = {
     error_terms,
     light_sums,
     {scan_draw<1>, scan_draw<2>, scan_draw<4>},
-    add_softmax,
-    draw_patches,
     exp_of,
     log_of,
     sizeof(LinearInput),

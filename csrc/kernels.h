@@ -139,24 +139,14 @@ struct ScanArgs {
   size_t num_blocks;
   uint32_t num_lines;  // of a block
   uint32_t num_heads;
-  const int8_t* queries;  // [num_heads, query_stride], rotated
-  size_t query_stride;    // num_lines * 32 / bits, or more
+  const int8_t* queries;  // [num_heads, num_lines * 32 / bits], rotated
   const float *slopes, *offsets, *bases;
 };
 
 // Rows are drawn each by itself: with probability p = its weight, as read off the linear interpolation of 2^n, at most
 // 1 and at least kLeastProbability. Row i is drawn where the number that (i, key) gives is at most p.
 constexpr float kLeastProbability = 1.0f / 65536;
-
-// Consecutive blocks that are passed over with some probability; rows are drawn from them with theirs over that.
-struct Stretch {
-  uint32_t first, count;
-  float log_probability;
-};
-
 struct DrawArgs {
-  const Stretch* stretches;  // in ascending order
-  size_t num_stretches;
   const float* log_thresholds;  // [num_heads], of weight 1
   uint32_t key[2];
   uint16_t first_id;  // of the first block's first key
@@ -166,17 +156,7 @@ struct DrawArgs {
   size_t stride;  // between heads in ids and log_probability: count, rounded up to 16, or more
   uint16_t* ids;
   float* log_probability;
-  float* log_stretch;  // for the kernel's use, as many
-  size_t* num_drawn;   // [num_heads]
-};
-
-// Patches are drawn with probability weight / threshold + by_chance, at most 1, by the number that (i, key) gives.
-struct PatchArgs {
-  const float* weights;  // [count rounded up to 16]
-  size_t count;
-  uint32_t first;  // the number of the first
-  float threshold, by_chance;
-  uint32_t key[2];
+  size_t* num_drawn;  // [num_heads]
 };
 
 // Keys whose weights are known in part; see error_terms.
@@ -224,10 +204,6 @@ struct Kernels {
   void (*error_terms)(const TermArgs& args, float* terms);
   void (*light_sums)(const float* logs, const float* terms, size_t count, float log_threshold, float* sums);
   void (*scan_draw[3])(const ScanArgs& args, const DrawArgs& draw);
-  // sums += softmax of the logs, which are overwritten. count: a multiple of 16.
-  void (*add_softmax)(float* logs, size_t count, float* sums);
-  // Numbers and probabilities of the patches drawn; returns how many. Both have room for all.
-  size_t (*draw_patches)(const PatchArgs& args, uint32_t* numbers, float* probabilities);
   void (*exp)(const float* x, size_t count, float* out);  // count: a multiple of 16; for tests
   void (*log)(const float* x, size_t count, float* out);  // the same, of normal numbers above 0
   size_t input_bytes;                                     // of an element of prepared inputs

@@ -88,7 +88,8 @@ template <int BITS, int H, int B>
 inline void weigh(const ScanArgs& args, uint32_t head, const char* block, size_t block_bytes, vec (&logs)[B][H]) {
   constexpr int kGroups = 8 / BITS;
   const ivec mask = iset1(0x01010101u * ((1u << BITS) - 1));
-  const int8_t* queries = args.queries + head * args.query_stride;
+  const size_t query_bytes = static_cast<size_t>(args.num_lines) * 4 * kGroups;
+  const int8_t* queries = args.queries + head * query_bytes;
   ivec acc[B][H];
   for (int b = 0; b < B; ++b)
     for (int h = 0; h < H; ++h) acc[b][h] = iset1(0);
@@ -101,7 +102,7 @@ inline void weigh(const ScanArgs& args, uint32_t head, const char* block, size_t
       for (int b = 0; b < B; ++b) part[b] = iand(shift_right<decltype(shifted)::value>(codes[b]), mask);
       for (int h = 0; h < H; ++h) {
         uint32_t four;
-        memcpy(&four, query + h * args.query_stride + 4 * g, 4);
+        memcpy(&four, query + h * query_bytes + 4 * g, 4);
         const ivec q = iset1(four);
         for (int b = 0; b < B; ++b) acc[b][h] = dot4(acc[b][h], part[b], q);
       }
@@ -248,17 +249,16 @@ inline vec least_drawn(vec u) {
 }
 
 // Rows that are drawn for a head, among the sixteen from `at` on.
-inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t at, uint32_t chosen, vec logs, float log_stretch) {
+inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t at, uint32_t chosen, vec logs) {
   alignas(64) float of_lanes[kCodeBlock];
   store(of_lanes, logs);
   size_t& count = draw.num_drawn[head];
   uint16_t* ids = draw.ids + head * draw.stride;
-  float *kept = draw.log_probability + head * draw.stride, *stretches = draw.log_stretch + head * draw.stride;
+  float* kept = draw.log_probability + head * draw.stride;
   for (; chosen; chosen &= chosen - 1) {
     const int lane = __builtin_ctz(chosen);
     const uint32_t id = at + lane;
     ids[count] = static_cast<uint16_t>(id);
-    stretches[count] = log_stretch;
     kept[count++] = of_lanes[lane];
     const char* row = draw.rows + id * draw.row_bytes;
     for (size_t byte = 0; byte < draw.row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
@@ -267,7 +267,7 @@ inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t at, uint32_
 
 // Rows of B blocks, the first of which begins with key `first`, for H heads.
 template <int H, int B>
-inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, float log_stretch, const vec (&logs)[B][H]) {
+inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, const vec (&logs)[B][H]) {
   for (int b = 0; b < B; ++b) {
     const size_t key = first + b * kCodeBlock;
     const uint32_t id = draw.first_id + static_cast<uint32_t>(key);
@@ -275,81 +275,36 @@ inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, float
     uint32_t there = 0xffff;
     if (__builtin_expect(key + kCodeBlock > draw.count, 0)) there = (1u << (draw.count - key)) - 1;
     for (int h = 0; h < H; ++h) {
-      const vec weight = sub(logs[b][h], set1(draw.log_thresholds[head + h] + log_stretch));
+      const vec weight = sub(logs[b][h], set1(draw.log_thresholds[head + h]));
       const uint32_t chosen = sign_bits(sub(weight, least)) & there;
-      if (__builtin_expect(chosen != 0, 0)) keep_drawn(draw, head + h, id, chosen, weight, log_stretch);
+      if (__builtin_expect(chosen != 0, 0)) keep_drawn(draw, head + h, id, chosen, weight);
     }
   }
-}
-
-// The block that is passed over where block `i` of stretch `s` would be if stretches had no end; beyond the last one's
-// end at times, which is harmless to ask for.
-inline size_t later(const DrawArgs& draw, size_t s, size_t i) {
-  while (s + 1 < draw.num_stretches && i >= draw.stretches[s].first + draw.stretches[s].count) {
-    i -= draw.stretches[s].first + draw.stretches[s].count;
-    i += draw.stretches[++s].first;
-  }
-  return i;
 }
 
 template <int BITS, int H>
 void draw_for_heads(const ScanArgs& args, const DrawArgs& draw, uint32_t head) {
   constexpr int kBlocks = H == 1 ? 4 : 2;
   const size_t bytes = block_bytes_of(args);
-  for (size_t s = 0; s < draw.num_stretches; ++s) {
-    const Stretch& stretch = draw.stretches[s];
-    uint32_t i = stretch.first;
-    const uint32_t end = i + stretch.count;
-    for (; i + kBlocks <= end; i += kBlocks) {
-      vec logs[kBlocks][H];
-      const char* ahead = args.blocks + later(draw, s, i + kTilesAhead * kBlocks) * bytes;
-      for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
-      weigh<BITS, H, kBlocks>(args, head, args.blocks + i * bytes, bytes, logs);
-      draw_blocks<H, kBlocks>(draw, head, size_t{i} * kCodeBlock, stretch.log_probability, logs);
-    }
-    for (; i < end; ++i) {
-      vec logs[1][H];
-      weigh<BITS, H, 1>(args, head, args.blocks + i * bytes, bytes, logs);
-      draw_blocks<H, 1>(draw, head, size_t{i} * kCodeBlock, stretch.log_probability, logs);
-    }
+  size_t i = 0;
+  for (; i + kBlocks <= args.num_blocks; i += kBlocks) {
+    vec logs[kBlocks][H];
+    const char* ahead = args.blocks + (i + kTilesAhead * kBlocks) * bytes;  // beyond the end at times: harmless
+    for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+    weigh<BITS, H, kBlocks>(args, head, args.blocks + i * bytes, bytes, logs);
+    draw_blocks<H, kBlocks>(draw, head, i * kCodeBlock, logs);
+  }
+  for (; i < args.num_blocks; ++i) {
+    vec logs[1][H];
+    weigh<BITS, H, 1>(args, head, args.blocks + i * bytes, bytes, logs);
+    draw_blocks<H, 1>(draw, head, i * kCodeBlock, logs);
   }
   for (int h = 0; h < H; ++h) {
-    float *p = draw.log_probability + (head + h) * draw.stride, *of = draw.log_stretch + (head + h) * draw.stride;
+    float* p = draw.log_probability + (head + h) * draw.stride;
     const size_t count = draw.num_drawn[head + h];
-    for (size_t k = count; k % kChunk; ++k) p[k] = of[k] = 0;
-    for (size_t k = 0; k < count; k += kChunk) store(p + k, add(log(probability(load(p + k))), load(of + k)));
+    for (size_t k = count; k % kChunk; ++k) p[k] = 0;
+    for (size_t k = 0; k < count; k += kChunk) store(p + k, log(probability(load(p + k))));
   }
-}
-
-void add_softmax(float* logs, size_t count, float* sums) {
-  vec highest = load(logs), all = zero();
-  for (size_t i = kChunk; i < count; i += kChunk) highest = max(load(logs + i), highest);
-  const vec peak = set1(largest(highest));
-  for (size_t i = 0; i < count; i += kChunk) {
-    const vec weight = exp(sub(load(logs + i), peak));
-    store(logs + i, weight);
-    all = add(all, weight);
-  }
-  const vec share = set1(1 / sum(all));
-  for (size_t i = 0; i < count; i += kChunk) store(sums + i, fma(load(logs + i), share, load(sums + i)));
-}
-
-size_t draw_patches(const PatchArgs& args, uint32_t* numbers, float* probabilities) {
-  size_t count = 0;
-  for (size_t i = 0; i < args.count; i += kChunk) {
-    const uint32_t first = args.first + static_cast<uint32_t>(i);
-    const vec chance = min(fma(load(args.weights + i), set1(1 / args.threshold), set1(args.by_chance)), set1(1.0f));
-    uint32_t chosen = sign_bits(sub(chance, uniform(first, args.key)));
-    if (i + kChunk > args.count) chosen &= (1u << (args.count - i)) - 1;
-    alignas(64) float of_lanes[kChunk];
-    store(of_lanes, chance);
-    for (; chosen; chosen &= chosen - 1) {
-      const int lane = __builtin_ctz(chosen);
-      numbers[count] = first + static_cast<uint32_t>(lane);
-      probabilities[count++] = of_lanes[lane];
-    }
-  }
-  return count;
 }
 
 // Calls f(Constant<H>(), head) for tiles of up to four heads.

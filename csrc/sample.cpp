@@ -14,7 +14,7 @@ namespace {
 
 // What the heads of a group draw from a run whose first token is number `start`, behind what is in their samples.
 void sample_run(const Geometry& geometry, const Run& run, uint32_t kv_head, const PreparedQueries& queries,
-                int32_t start, size_t patch, Sample* samples) {
+                int32_t start, Sample* samples) {
   const uint32_t group = geometry.group(), rows = run.index ? run.index->tokens_at_once() : run.num_tokens,
                  heads = run.index ? run.index->heads_at_once(group) : 1;
   std::vector<Drawn> drawn(heads);
@@ -23,7 +23,7 @@ void sample_run(const Geometry& geometry, const Run& run, uint32_t kv_head, cons
       const size_t query = kv_head * group + h;
       if (run.index)
         run.index->draw(
-            {queries, query, heads, kv_head, run.rows(kv_head), first, std::min(rows, run.num_tokens - first), patch},
+            {queries, query, heads, kv_head, run.rows(kv_head), first, std::min(rows, run.num_tokens - first)},
             drawn.data());
       for (uint32_t i = 0; i < heads; ++i) {
         Sample& sample = samples[h + i];
@@ -91,11 +91,9 @@ std::vector<Sample> sample(const Geometry& geometry, const std::vector<Run>& run
     const size_t query = head * geometry.group();
     if (geometry.scan) set_thresholds(k, geometry, runs, kv_head, query, whole.near.data() + query, prepared, nullptr);
     int32_t start = 0;
-    size_t patch = 0;
     for (const Run& run : runs) {
-      sample_run(geometry, run, kv_head, prepared, start, patch, samples.data() + kv_head * geometry.group());
+      sample_run(geometry, run, kv_head, prepared, start, samples.data() + kv_head * geometry.group());
       start += static_cast<int32_t>(run.num_tokens);
-      if (run.index) patch += num_patches(run.num_tokens);
     }
   });
   for (Sample& one : samples) sort(one);

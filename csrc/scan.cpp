@@ -19,13 +19,12 @@ uint32_t largest_power_of_two(uint32_t n) {
 
 }  // namespace
 
-Scan::Scan(uint32_t bits, float budget, uint32_t min_rows, float target_error, float passed, uint32_t seed,
-           uint32_t head_dim, const float* given, uint32_t num_rounds)
+Scan::Scan(uint32_t bits, float budget, uint32_t min_rows, float target_error, uint32_t seed, uint32_t head_dim,
+           const float* given, uint32_t num_rounds)
     : bits(bits),
       budget(budget),
       min_rows(min_rows),
       target_error(target_error),
-      passed(passed),
       seed(seed),
       head_dim(head_dim),
       dim(padded_dim(head_dim)),
@@ -36,7 +35,6 @@ Scan::Scan(uint32_t bits, float budget, uint32_t min_rows, float target_error, f
   if (bits != 1 && bits != 2 && bits != 4) throw std::invalid_argument("bits_per_dim must be 1, 2 or 4");
   if (!(budget > 0 && budget <= 1)) throw std::invalid_argument("budget must be above 0 and at most 1");
   if (!(target_error >= 0 && target_error <= 1)) throw std::invalid_argument("target_error must be from 0 to 1");
-  if (!(passed > 0 && passed <= 1)) throw std::invalid_argument("passed must be above 0 and at most 1");
   if (head_dim < 8 || head_dim > kMaxDim) throw std::invalid_argument("head_dim must be from 8 to 256");
   for (uint32_t round = 0; round < num_rounds; ++round) {
     float* part = signs.data() + round * dim + (round % 2 ? dim - span : 0);
@@ -56,12 +54,12 @@ void stir(const float* x, uint32_t count, uint32_t (&state)[2]) {
 
 bool Scan::operator==(const Scan& other) const {
   return bits == other.bits && budget == other.budget && min_rows == other.min_rows &&
-         target_error == other.target_error && passed == other.passed && seed == other.seed &&
-         head_dim == other.head_dim && num_rounds == other.num_rounds && signs == other.signs;
+         target_error == other.target_error && seed == other.seed && head_dim == other.head_dim &&
+         num_rounds == other.num_rounds && signs == other.signs;
 }
 
 // The best uniform levels for a Gaussian element (J. Max, "Quantizing for minimum distortion", 1960).
-float Scan::step_of(uint32_t bits) { return bits == 1 ? 1.0f : bits == 2 ? 0.9957f : 0.3352f; }
+float Scan::step() const { return bits == 1 ? 1.0f : bits == 2 ? 0.9957f : 0.3352f; }
 
 float Scan::temper() const { return bits == 1 ? 0.7f : bits == 2 ? 0.85f : 1.0f; }
 
@@ -89,8 +87,6 @@ ScanQueries::ScanQueries(const Scan& scan, size_t count, uint32_t group, float s
       codes_(count * code_dim_),
       slopes_(count),
       offsets_(count),
-      mean_offsets_(count),
-      passed_(count / group),
       keys_(count / group * 2) {}
 
 void ScanQueries::prepare(const Scan& scan, const float* values, size_t first) {
@@ -109,10 +105,9 @@ void ScanQueries::prepare(const Scan& scan, const float* values, size_t first) {
       codes_[i * code_dim_ + d] = code;
       sum += code;
     }
-    const float unit = scale_ * width * static_cast<float>(sum);
-    slopes_[i] = 2 * scale_ * width;
-    offsets_[i] = -unit * static_cast<float>((1 << scan.bits) - 1);
-    mean_offsets_[i] = -unit * static_cast<float>((1 << Scan::kMeanBits) - 1);
+    const float unit = scale_ * width, top = static_cast<float>((1 << scan.bits) - 1);
+    slopes_[i] = 2 * unit;
+    offsets_[i] = -unit * top * static_cast<float>(sum);
   }
   std::copy_n(key, 2, keys_.data() + first / group_ * 2);
 }

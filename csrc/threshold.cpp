@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "patches.h"
+#include "codes.h"
 
 namespace magicpig {
 
@@ -12,75 +12,39 @@ namespace {
 // Of an eighth of the keys, in blocks of sixteen: so many blocks at least, where there are as many, and at most.
 constexpr size_t kShare = 8, kLeastBlocks = 64, kMostBlocks = 256;
 
-// Where not all codes are passed over: so many patches, and so many keys for each row that is drawn, are at least.
-constexpr double kLeastPatches = 64, kKeysPerRow = 8;
-constexpr double kNearlyAll = 0.75;  // is as much work as all
-
 // log(0.5 / log(2)^2): how much larger probabilities are, on average, than the powers that they interpolate.
 constexpr float kLogExcess = 0.0398967f;
 
-// Blocks of a sequence's codes that are passed over.
-struct Candidates {
-  size_t segment;
-  Stretch stretch;  // of its blocks
-};
-
-std::vector<Candidates> candidates_of(const std::vector<const Codes*>& segments, const Passed& passed) {
-  constexpr uint32_t kBlocks = kPatch / kCodeBlock;
-  std::vector<Candidates> candidates;
-  size_t first_patch = 0, i = 0;
-  for (size_t s = 0; s < segments.size(); ++s) {
-    const auto blocks = static_cast<uint32_t>(segments[s]->num_blocks());
-    if (passed.all) candidates.push_back({s, {0, blocks, 0}});
-    const size_t end = first_patch + segments[s]->num_patches();
-    for (; i < passed.patches.size() && passed.patches[i] < end; ++i) {
-      const auto block = static_cast<uint32_t>(passed.patches[i] - first_patch) * kBlocks;
-      candidates.push_back({s, {block, std::min(kBlocks, blocks - block), passed.log_probability[i]}});
-    }
-    first_patch = end;
-  }
-  return candidates;
-}
-
-// Keys of one KV head that lie evenly over what is passed over of a sequence.
+// Keys of one KV head that lie evenly over a sequence.
 struct Subsample {
   struct Part {
     const Codes* segment;
     size_t count;  // of keys, padding included
   };
 
-  Subsample(const Geometry& geometry, const std::vector<const Codes*>& segments, const Ask& ask, const Passed& passed)
-      : group(ask.num_heads) {
-    const std::vector<Candidates> candidates = candidates_of(segments, passed);
+  Subsample(const Geometry& geometry, const std::vector<Run>& runs, const Ask& ask) : group(ask.num_heads) {
     size_t total = 0;
-    for (const auto& [s, stretch] : candidates) {
-      total += stretch.count;
-      tokens += std::min<size_t>(stretch.count * kCodeBlock, segments[s]->num_tokens() - stretch.first * kCodeBlock);
+    for (const Run& run : runs) {
+      if (!run.index) continue;
+      parts.push_back({static_cast<const Codes*>(run.index), 0});
+      total += parts.back().segment->num_blocks();
+      tokens += run.num_tokens;
     }
     const size_t count = std::min(total, std::clamp(total / kShare, kLeastBlocks, kMostBlocks));
     keys = count * kCodeBlock;
     logs.resize(group * keys);
     biases.resize(geometry.scan->target_error > 0 ? keys : 0);
-    size_t start = 0, done = 0, i = 0;
+    size_t start = 0, done = 0;
     std::vector<size_t> places;
-    std::vector<float> log_probabilities;
-    auto each = candidates.begin();
-    for (size_t s = 0; s < segments.size(); ++s) {
+    for (Part& part : parts) {
       places.clear();
-      log_probabilities.clear();
-      for (; each < candidates.end() && each->segment == s; start += (each++)->stretch.count) {
-        for (; i < count && i * total / count < start + each->stretch.count; ++i) {
-          places.push_back(each->stretch.first + i * total / count - start);
-          log_probabilities.push_back(each->stretch.log_probability);
-        }
-      }
-      float* own = logs.data() + done * kCodeBlock;
-      absent += segments[s]->logs(ask, places, keys, own, biases.empty() ? nullptr : biases.data() + done * kCodeBlock);
-      for (size_t p = 0; p < places.size() && !passed.all; ++p)
-        for (uint32_t h = 0; h < group; ++h)
-          for (size_t k = 0; k < kCodeBlock; ++k) own[h * keys + p * kCodeBlock + k] -= log_probabilities[p];
+      for (size_t i = done; i < count && i * total / count < start + part.segment->num_blocks(); ++i)
+        places.push_back(i * total / count - start);
+      absent += part.segment->logs(ask, places, keys, logs.data() + done * kCodeBlock,
+                                   biases.empty() ? nullptr : biases.data() + done * kCodeBlock);
       done += places.size();
-      parts.push_back({segments[s], places.size() * kCodeBlock});
+      start += part.segment->num_blocks();
+      part.count = places.size() * kCodeBlock;
     }
   }
 
@@ -88,7 +52,7 @@ struct Subsample {
   double each() const { return static_cast<double>(tokens) / static_cast<double>(keys - absent); }  // stands for these
 
   uint32_t group;
-  size_t keys = 0, absent = 0, tokens = 0;  // tokens: all that are passed over
+  size_t keys = 0, absent = 0, tokens = 0;
   std::vector<Part> parts;
   std::vector<float> logs, biases;  // [group, keys], [keys]
 };
@@ -169,21 +133,10 @@ void set_thresholds(const Kernels& kernels, const Geometry& geometry, const std:
   const Scan& scan = *geometry.scan;
   ScanQueries& own = queries.prepare_scan(query);
   const uint32_t group = geometry.group();
-  std::vector<const Codes*> segments;
-  double tokens = 0;
-  for (const Run& run : runs) {
-    if (!run.index) continue;
-    segments.push_back(static_cast<const Codes*>(run.index));
-    tokens += run.num_tokens;
-  }
-  const Ask ask = {queries, query, group, kv_head, nullptr, 0, 0, 0};
-  const double most = std::max(double{scan.budget} * tokens, static_cast<double>(scan.min_rows));
-  const double share =
-      std::max({double{scan.passed}, kKeysPerRow * most / tokens, kLeastPatches * double{kPatch} / tokens});
-  Passed& passed = own.passed(query);
-  if (share < kNearlyAll) passed = draw_patches(kernels, segments, ask, share);
-  const Subsample sample(geometry, segments, ask, passed);
+  const Subsample sample(geometry, runs, {queries, query, group, kv_head, nullptr, 0, 0});
   if (!sample.keys) return;
+  const auto tokens = static_cast<double>(sample.tokens);
+  const double most = std::max(double{scan.budget} * tokens, static_cast<double>(scan.min_rows));
   std::vector<float> scratch(2 * sample.keys);
   for (uint32_t h = 0; h < group; ++h) {
     const auto threshold_of = [&](double rows) {  // for so many rows of all
@@ -191,7 +144,7 @@ void set_thresholds(const Kernels& kernels, const Geometry& geometry, const std:
                                    scratch.data());
     };
     float& threshold = own.log_thresholds[query + h];  // low enough for all rows, as yet
-    if (most < static_cast<double>(sample.tokens)) threshold = threshold_of(most);
+    if (most < tokens) threshold = threshold_of(most);
     if (scan.target_error > 0) {
       const Prediction prediction(kernels, geometry, sample, kv_head, h, near[h]);
       const auto enough = static_cast<float>(prediction.log_threshold(scan.target_error));

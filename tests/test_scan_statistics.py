@@ -47,6 +47,37 @@ def test_numerator_and_denominator_are_unbiased(scan, softcap):
     assert denominator.std() > 0.02  # it was an estimate, not exact
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_reference_is_unbiased_and_errs_as_much(softcap):
+    """As the native core does, by other numbers."""
+    draws = 600
+    scan = ScanConfig(2, 0.05, exact_below=0, min_rows=0)
+    context = make_context(tokens=400, num_heads=1, num_kv_heads=1, index=scan, query_norm=1.5)
+    exact_out, exact_lse = context.kv.attend(context.queries, exact=True, softcap=softcap)
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(draws):
+        uniform = torch.rand(400, generator=generator, dtype=torch.float64)
+        out, lse = reference.scanned_attention(
+            context.queries[0],
+            context.keys[0],
+            context.values[0],
+            scan,
+            context.scale,
+            uniform,
+            softcap,
+        )
+        denominator = (lse - exact_lse[0]).exp()
+        found.append(torch.cat([denominator[None], out * denominator - exact_out[0]]))
+    estimates = torch.stack(found)
+    estimates[:, 0] -= 1
+    standard_error = estimates.std(0) / math.sqrt(draws)
+    assert (estimates.mean(0) / standard_error).abs().max() < 4.5
+    _, native = attend(context.kv, nearly_equal(context.queries, draws), softcap=softcap)
+    spread = (native - exact_lse).exp().std().item()
+    assert estimates[:, 0].std().item() == pytest.approx(spread, rel=0.2)
+
+
 def drawn(kv, queries):
     """Which rows [count, tokens] the first head draws, and their probabilities [tokens]: what was
     said of them when they were drawn, on average, or 0."""

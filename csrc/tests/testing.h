@@ -38,12 +38,12 @@ inline std::shared_ptr<const Lsh> make_lsh(uint32_t bits, uint32_t tables, uint3
 }
 
 inline std::shared_ptr<const Scan> make_scan(uint32_t bits, float budget, uint32_t min_rows, uint32_t head_dim,
-                                             float target_error = 0, float passed = 1) {
+                                             float target_error = 0) {
   const uint32_t dim = padded_dim(head_dim), rounds = (dim & (dim - 1)) == 0 ? 2 : 4;
   std::mt19937 engine(head_dim);
   std::vector<float> signs(rounds * dim);
   for (float& x : signs) x = engine() % 2 ? 1.0f : -1.0f;
-  return std::make_shared<Scan>(bits, budget, min_rows, target_error, passed, 5, head_dim, signs.data(), rounds);
+  return std::make_shared<Scan>(bits, budget, min_rows, target_error, 5, head_dim, signs.data(), rounds);
 }
 
 template <class E>

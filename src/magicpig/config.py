@@ -114,8 +114,6 @@ class ScanConfig(Strict):
         many rows as its codes say that this takes. None: the whole budget.
     seed: of the rotation and of the draws; equal configurations draw alike everywhere.
     exact_below: segments with fewer tokens are read whole instead of being indexed.
-    passed: share of the codes that are looked at, about. Below 1 patches of 64 keys are drawn
-        first, by their means: faster in long contexts on CPUs, and a little less accurate.
     """
 
     bits_per_dim: int = 2
@@ -124,7 +122,6 @@ class ScanConfig(Strict):
     seed: int = 0
     exact_below: int = 128
     target_error: float | None = None
-    passed: float = 1.0
 
     def __post_init__(self) -> None:
         if type(self.bits_per_dim) is not int or self.bits_per_dim not in (1, 2, 4):
@@ -135,9 +132,6 @@ class ScanConfig(Strict):
         check_int("min_rows", self.min_rows, 0, 2**31 - 1)
         check_int("seed", self.seed, 0, 2**32 - 1)
         check_int("exact_below", self.exact_below, 0, 2**31 - 1)
-        check_fraction("passed", self.passed)
-        if self.passed < 1 and self.target_error is not None:
-            raise ValueError("passed and target_error cannot be had together: leave one out")
 
     @property
     def shortest_indexed(self) -> int:
@@ -151,6 +145,6 @@ IndexConfig = LSHConfig | ScanConfig
 def draws_on_gpus(index: IndexConfig | None) -> TypeGuard[ScanConfig]:
     """Whether an index is one of codes by which a GPU can draw, given Triton.
 
-    Errors are predicted with what windows add to the output: by the CPU. So are patches drawn.
+    Errors are predicted with what windows add to the output: by the CPU.
     """
-    return isinstance(index, ScanConfig) and index.target_error is None and index.passed == 1
+    return isinstance(index, ScanConfig) and index.target_error is None

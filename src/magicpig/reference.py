@@ -148,15 +148,6 @@ TEMPERS = {1: 0.7, 2: 0.85, 4: 1.0}  # codes are noisy: proposals are flatter th
 OPTIMISM = {1: 2.5, 2: 1.5, 4: 1.2}  # and real errors larger, by about this factor
 ORDINARY = 0.1  # in mean squared distances of a value from the mean value
 LEAST_PROBABILITY = 2.0**-16
-PATCH = 64  # keys that are looked at together or not at all
-MEAN_BITS = 4  # of the code of their mean
-BY_CHANCE = 0.25  # of the patches that are drawn
-LEAST_PATCHES, KEYS_PER_ROW, NEARLY_ALL = 64, 8, 0.75  # when patches are drawn at all
-
-
-def code_bytes(head_dim: int, bits_per_dim: int) -> int:
-    """Of a coded key, with its factor and bias."""
-    return head_dim * bits_per_dim // 8 + 8
 
 
 def padded(head_dim: int) -> int:
@@ -200,16 +191,12 @@ def rotate(x: Tensor, scan: ScanConfig) -> Tensor:
 
 
 def key_codes(keys: Tensor, scan: ScanConfig) -> tuple[Tensor, Tensor]:
-    """Of keys [n, head_dim], centred."""
-    return codes_of(rotate(centre(keys), scan), scan.bits_per_dim)
-
-
-def codes_of(rotated: Tensor, bits_per_dim: int) -> tuple[Tensor, Tensor]:
     """Odd levels [n, dim] that stand for centred, rotated keys, and factors [n] that make products
     with them unbiased: factor * q.x is q.c on average over rotations. 0 for keys at the mean."""
+    rotated = rotate(centre(keys), scan)
     energy = rotated.square().sum(-1, keepdim=True)
-    width = LEVEL_WIDTHS[bits_per_dim] * (energy / rotated.shape[-1]).sqrt()
-    half = 2 ** (bits_per_dim - 1)
+    width = LEVEL_WIDTHS[scan.bits_per_dim] * (energy / rotated.shape[-1]).sqrt()
+    half = 2 ** (scan.bits_per_dim - 1)
     steps = torch.where(width > 0, rotated / width, 0.0).floor().clamp(-half, half - 1)
     levels = 2 * steps + 1
     product = (levels * rotated).sum(-1)
@@ -228,17 +215,13 @@ def proposals(
     query: Tensor, keys: Tensor, values: Tensor, scan: ScanConfig, scale: float
 ) -> Tensor:
     """Logs [n] of the weights by which keys are drawn: scores as the codes tell them, tempered, and
-    the values' biases."""
+    the values' biases. The query has 8 bits per dimension."""
     levels, factors = key_codes(keys, scan)
-    estimates = factors * (levels @ rounded(query, scan)) + keys.double().mean(0) @ query.double()
-    return TEMPERS[scan.bits_per_dim] * scale * estimates + value_biases(values)
-
-
-def rounded(query: Tensor, scan: ScanConfig) -> Tensor:
-    """A query as codes meet it: rotated, with 8 bits per dimension."""
     rotated = rotate(query[None], scan)[0]
     width = rotated.abs().max() / 127
-    return (rotated / width).round() * width if width > 0 else rotated
+    rounded = (rotated / width).round() * width if width > 0 else rotated
+    estimates = factors * (levels @ rounded) + keys.double().mean(0) @ query.double()
+    return TEMPERS[scan.bits_per_dim] * scale * estimates + value_biases(values)
 
 
 def log_threshold(logs: Tensor, rows: float) -> float:
@@ -330,33 +313,6 @@ def scan_threshold(
     return bottom
 
 
-def passed_share(scan: ScanConfig, tokens: int) -> float:
-    """Of the codes of so many tokens, those that are looked at: all, where it would be most."""
-    rows = max(scan.budget * tokens, scan.min_rows)
-    share = max(scan.passed * tokens, KEYS_PER_ROW * rows, LEAST_PATCHES * PATCH) / max(tokens, 1)
-    return share if share < NEARLY_ALL else 1.0
-
-
-def patch_proposals(
-    query: Tensor, keys: Tensor, values: Tensor, scan: ScanConfig, scale: float
-) -> Tensor:
-    """Logs [patches] of the weights by which patches are drawn: what their keys would weigh
-    together if each were at their mean, which has a code of its own."""
-    means = torch.stack([patch.mean(0) for patch in torch.split(centre(keys).double(), PATCH)])
-    levels, factors = codes_of(rotate(means, scan), MEAN_BITS)
-    estimates = factors * (levels @ rounded(query, scan)) + keys.double().mean(0) @ query.double()
-    biases = torch.stack([patch.logsumexp(0) for patch in torch.split(value_biases(values), PATCH)])
-    return TEMPERS[scan.bits_per_dim] * scale * estimates + biases
-
-
-def patch_probability(logs: Tensor, share: float) -> Tensor:
-    """Of patches, for all heads of a KV head [heads, patches] together: some by their weight, some
-    by chance alone, so that none is impossible."""
-    weights = logs.softmax(-1).sum(0)
-    threshold = log_threshold(weights.log(), (1 - BY_CHANCE) * share * len(weights))
-    return (weights / math.exp(threshold) + BY_CHANCE * share).clamp(max=1)
-
-
 def scanned_attention(
     query: Tensor,
     keys: Tensor,
@@ -365,28 +321,11 @@ def scanned_attention(
     scale: float,
     uniform: Tensor,
     softcap: float | None = None,
-    patch_uniform: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The estimate: keys drawn where their uniform numbers [n] say so, each weighted by one over
-    its probability.
-
-    patch_uniform: [patches], where not all codes are looked at. Keys of patches that were drawn are
-    then drawn with their probability over the patch's.
-    """
-    logs, share = proposals(query, keys, values, scan, scale), passed_share(scan, len(keys))
-    if share == 1:
-        chance = inclusion_probability(logs, scan_threshold(query, keys, values, scan, scale))
-        drawn = uniform <= chance
-    else:
-        assert patch_uniform is not None
-        by_patch = patch_probability(patch_proposals(query, keys, values, scan, scale)[None], share)
-        drawn, given = (
-            each.repeat_interleave(PATCH)[: len(keys)]
-            for each in (patch_uniform <= by_patch, by_patch)
-        )
-        weights = logs - given.log()
-        rows = max(scan.budget * len(keys), scan.min_rows)
-        within = inclusion_probability(weights, log_threshold(weights[drawn], rows))
-        drawn, chance = drawn & (uniform <= within), given * within
+    its probability."""
+    logs = proposals(query, keys, values, scan, scale)
+    chance = inclusion_probability(logs, scan_threshold(query, keys, values, scan, scale))
+    drawn = (uniform <= chance).nonzero()[:, 0]
     exact = scores(query, keys[drawn], scale, softcap)
     return attend(exact - chance[drawn].log(), values[drawn])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from magicpig import reference
 from magicpig.attention.base import Method
 from magicpig.config import ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
@@ -26,7 +25,6 @@ class Scan(Method):
     seed: int = ScanConfig.seed
     exact_below: int = ScanConfig.exact_below
     target_error: float | None = ScanConfig.target_error
-    passed: float = ScanConfig.passed
 
     def __post_init__(self) -> None:
         assert self.index  # checks the fields
@@ -40,15 +38,10 @@ class Scan(Method):
             self.seed,
             self.exact_below,
             self.target_error,
-            self.passed,
         )
 
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:
         return new_layer(shape, self.index, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
-        codes = tokens * reference.code_bytes(shape.head_dim, self.bits_per_dim)
-        if self.passed < 1:
-            means = -(-tokens // reference.PATCH)
-            codes += means * reference.code_bytes(shape.head_dim, reference.MEAN_BITS)
-        return shape.num_kv_heads * codes
+        return shape.num_kv_heads * tokens * (shape.head_dim * self.bits_per_dim // 8 + 8)

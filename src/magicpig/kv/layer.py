@@ -68,7 +68,6 @@ def native_scan(scan: ScanConfig, head_dim: int) -> _native.Scan:
         scan.budget,
         scan.min_rows,
         scan.target_error or 0.0,
-        scan.passed,
         scan.seed,
         head_dim,
         signs,

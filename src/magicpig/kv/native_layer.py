@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicpig import _native, reference, trace
+from magicpig import _native, trace
 from magicpig.config import IndexConfig, ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
 from magicpig.kv.cost import Cost
@@ -225,18 +225,14 @@ class NativeLayer(SequenceLayer):
         if not index or not indexed:
             return Cost(steps, rows, tokens, row_bytes)
         if isinstance(index, ScanConfig):
-            share = reference.passed_share(index, sum(indexed))
-            codes = round(share * sum(indexed))
-            means = 0 if share == 1 else sum(-(-size // reference.PATCH) for size in indexed)
-            read = codes * reference.code_bytes(shape.head_dim, index.bits_per_dim)
-            read += means * reference.code_bytes(shape.head_dim, reference.MEAN_BITS)
+            code = shape.head_dim * index.bits_per_dim // 8 + 8  # with its factor and bias
             return Cost(
                 steps,
                 rows,
                 tokens,
                 row_bytes + (rows - whole) * shape.row_bytes,
-                queries * shape.num_kv_heads // shape.num_heads * read,
-                queries * (codes + means + shape.head_dim) * shape.head_dim,
+                queries * shape.num_kv_heads // shape.num_heads * sum(indexed) * code,
+                queries * (sum(indexed) + shape.head_dim) * shape.head_dim,
             )
         borders = 2 * 4 * index.num_tables * len(indexed)
         return Cost(
