@@ -7,6 +7,9 @@ Queries rotate, so that no cache holds what the next call reads. Times are media
 real keys they are those of a step through all sampled layers. "of roof": bytes of codes or rows per
 second, as a share of what this machine streams or gathers; "GMAC/s": products of codes and queries.
 
+With --wide heads of the model are put together in pairs, and these eight to a layer, with four
+queries each: the sizes of Llama-3.1-8B's layers, with keys, values and scores of a real model.
+
 With several tasks the far context is that of their prompts, one behind the other, each read by
 itself, and the queries are the last one's: longer contexts than the model was made for.
 """
@@ -159,10 +162,42 @@ def read(
     return far
 
 
+def widened(given: list[LayerInput]) -> list[LayerInput]:
+    """Layers of KV_HEADS heads, each of two heads side by side, whose scores are added up and
+    divided by the root of two, so that they vary as much as theirs do."""
+    group = HEADS // KV_HEADS
+    heads = []
+    for one in given:
+        queries = one.queries.unflatten(1, (len(one.keys), -1))  # [positions, KV heads, group, dim]
+        more = torch.cat([queries, queries.roll(1, 0)], 2)[:, :, :group]
+        heads += [(more[:, i], one.keys[i], one.values[i], one.scale) for i in range(len(one.keys))]
+    pairs = [
+        (torch.cat([a[0], b[0]], -1), torch.cat([a[1], b[1]], -1), torch.cat([a[2], b[2]], -1))
+        for a, b in zip(heads[::2], heads[1::2], strict=False)
+    ]
+    layers = []
+    for i in range(0, len(pairs) - KV_HEADS + 1, KV_HEADS):
+        queries, keys, values = zip(*pairs[i : i + KV_HEADS], strict=True)
+        together = torch.stack(queries, 1).flatten(1, 2)
+        layers.append(
+            replace(
+                given[0],
+                layer=i // KV_HEADS,
+                queries=together,
+                keys=torch.stack(keys),
+                values=torch.stack(values),
+                scale=heads[0][3] * 0.5**0.5,
+            )
+        )
+    return layers
+
+
 def on_real_keys(
-    model: str, tasks: Sequence[str], tokens: int, dense: Sequence[int], every: int
+    model: str, tasks: Sequence[str], tokens: int, dense: Sequence[int], every: int, wide: bool
 ) -> None:
-    layers = [Layer(one) for one in read(model, tasks, tokens, dense, every)]
+    given = read(model, tasks, tokens, dense, every)
+    layers = [Layer(one) for one in (widened(given) if wide else given)]
+    del given
     indexes: list[Index] = [LSHConfig(bits, tables, exact_below=0) for bits, tables in TABLES]
     indexes += [ScanConfig(bits, budget, 1) for bits in (2, 4) for budget in BUDGETS]
     rows, fastest = [], []
@@ -192,7 +227,9 @@ def on_real_keys(
         )
         del kvs
     where, there = ", ".join(tasks) or "text", layers[0].given.keys.shape[1]
-    print(f"{model}, {there:,} tokens ({where}), {len(layers)} layers, ", end="")
+    heads, dim = layers[0].given.queries.shape[1:]
+    kind = f"{heads}/{len(layers[0].given.keys)} heads of dim {dim}"
+    print(f"{model}, {there:,} tokens ({where}), {len(layers)} layers, {kind}, ", end="")
     print(f"{POSITIONS} positions, {magicpig.num_threads()} threads\n")
     header = ["index", "keys read", "mean error", "median", "p90", "ms per step", "index / rows"]
     print_table(header, rows)
@@ -213,12 +250,13 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=[], help="prompts of RULER, instead of text")
     parser.add_argument("--tokens", type=int, default=98_304)
     parser.add_argument("--dense", type=int, nargs="*", default=[0, 15], help="layers left out")
+    parser.add_argument("--wide", action="store_true", help="the sizes of Llama-3.1-8B's layers")
     parser.add_argument("--every", type=int, default=1, help="take each such layer")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, best}))
     args = parser.parse_args()
     print(f"{hardware()}, {magicpig.isa()}, {datetime.date.today()}\n")
     if args.model:
-        on_real_keys(args.model, args.tasks, args.tokens, args.dense, args.every)
+        on_real_keys(args.model, args.tasks, args.tokens, args.dense, args.every, args.wide)
     else:
         against_roofs(args.tokens, args.threads)
 
