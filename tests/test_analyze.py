@@ -18,6 +18,7 @@ from zoo import loaded, make_model, make_tokenizer
 from magicpig import LayerKV, LSHConfig, WindowConfig, merge, plotting, reference
 from magicpig.analysis import estimators, observations, plots, report, texts
 from magicpig.analysis.capture import LayerInput, Reader, Starts
+from magicpig.analysis.comparisons import _decisive
 from magicpig.analysis.estimators import Scene, weighted
 from magicpig.analysis.findings import findings
 from magicpig.analysis.inclusion import Inclusion
@@ -340,9 +341,58 @@ def test_everything_is_measured_everywhere(results):
     for row in results["errors"]:
         assert len(row["layers"]) == 4
         assert 0 <= row["median"] <= row["p90"] <= row["p99"]
+        assert row["decisive"] is None or 0 <= row["decisive"] <= 1
     for head in results["heads"]:
         assert 0.2 <= head["top"] <= 1
         assert head["tail"] <= head["far"] <= 1
+
+
+def test_keys_that_decide():
+    """A key that has most of every query's attention is read by all that look at every key."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 600, 16, generator=generator)
+    queries = torch.randn(4, 4, 16, generator=generator)
+    direction = torch.nn.functional.normalize(torch.randn(16, generator=generator), dim=0)
+    queries += 6 * direction
+    keys[:, 300] = 12 * direction
+    values = torch.randn(2, 600, 16, generator=generator)
+    given = LayerInput(1, queries, keys, values, 0.25, None)
+    found = LayerMeasures(given, SMALL, 0)
+    for name, (read, there) in found.decisive.items():
+        assert there.shape == found.errors[name].shape
+        assert (there >= 1).all()
+        assert (read <= there).all()
+    for name in ("topk:2%", "priority:2%", "scan:2:2%", "scan:4:2%"):
+        read, there = found.decisive[name]
+        assert torch.equal(read, there)
+    scene = Scene.of(given, SMALL.sinks, SMALL.local)
+    few = torch.full_like(scene.scores, -math.inf)
+    few[..., :3] = scene.scores[..., :3]
+    found._note("others", scene, few)
+    read, there = found.decisive["others"]
+    assert not read.any()
+    assert there.all()
+
+
+def test_the_finding_about_keys_that_decide():
+    def row(name, share, decisive):
+        setting = name.partition(":")[2]
+        return {"name": name, "setting": setting, "share": share, "decisive": decisive}
+
+    rows = [
+        row("lsh:10:150", 0.04, 0.8),
+        row("scan:2:1%", 0.011, 0.995),
+        row("scan:2:4%", 0.04, 1.0),
+        row("quest:16:4%", 0.04, 0.7),
+        row("quest:16:20%", 0.2, 0.9),
+    ]
+    name, verdict, sentence = _decisive({"errors": rows})
+    assert (name, verdict) == ("keys that decide", HELPS_IN_PART)
+    assert "lsh:10:150 80 % at 4 %" in sentence
+    assert "scan:2:1% 99.5 % at 1.1 %" in sentence
+    assert "quest:16:4% 70 %" in sentence
+    assert "20%" not in sentence
+    assert _decisive({"errors": [{**each, "decisive": None} for each in rows]}) is None
 
 
 def test_more_keys_less_error(results):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from magicpig.analysis.estimators import DECISIVE
 from magicpig.analysis.summary import LEAST, Results, error_at, nearest, rows_of, share_at
 from magicpig.analysis.words import (
     DOES_NOT_HELP,
@@ -14,6 +15,8 @@ from magicpig.analysis.words import (
     percent,
 )
 
+USUAL_SHARE = 0.01  # of the keys, by codes
+NEARLY_ALL = 0.99  # of the decisive keys
 MISSED = 0.25  # of a target, by which it may be missed
 SMALL_BUDGET = 0.1  # below which sampling with known scores is of interest
 
@@ -33,6 +36,7 @@ def comparisons(results: Results) -> Iterator[Finding | None]:
         "exact top-k with as many rows",
         "but exact top-k has to score all keys to find them",
     )
+    yield _decisive(results)
     yield _flat_heads(results)
     bits = {row["setting"].partition(":")[0]: None for row in rows_of(results["errors"], "scan")}
     for each in bits:
@@ -58,6 +62,31 @@ def _tables_against(
         return None
     sentence = f"Mean error against {whom}: {'; '.join(parts)}; {remark}."
     return name, helps(wins, len(parts)), sentence
+
+
+def _decisive(results: Results) -> Finding | None:
+    """How many of the keys that an answer may hang on are read."""
+    known = [row for row in results["errors"] if row["decisive"] is not None]
+    codes = {row["setting"].partition(":")[0]: None for row in rows_of(known, "scan")}
+    sampled = rows_of(known, "lsh") + [
+        nearest(rows_of(known, f"scan:{bits}"), USUAL_SHARE) for bits in codes
+    ]
+    pages = rows_of(known, "quest")
+    if not sampled:
+        return None
+    others = [nearest(pages, sampled[0]["share"])] if pages else []
+    listed = "; ".join(
+        f"{row['name']} {percent(row['decisive'])} at {percent(row['share'])} of all keys"
+        for row in sampled + others
+    )
+    wins = sum(row["decisive"] >= NEARLY_ALL for row in sampled)
+    return (
+        "keys that decide",
+        helps(wins, len(sampled)),
+        f"Of the far keys that have {percent(DECISIVE)} or more of a query's attention are read: "
+        f"{listed}. Few heads have such keys and mean errors hardly show them, but what is copied "
+        "from a long text hangs on them.",
+    )
 
 
 def _flat_heads(results: Results) -> Finding | None:

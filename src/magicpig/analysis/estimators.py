@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,8 @@ from magicpig.kv.layer import native_lsh
 
 if TYPE_CHECKING:
     from magicpig.analysis.capture import LayerInput
+
+DECISIVE = 0.1  # of a query's attention, from which on a key is called decisive
 
 State = tuple[Tensor, Tensor]  # output [kv_heads, queries, dim], log-sum-exp [kv_heads, queries]
 
@@ -96,6 +98,13 @@ class Scene:
     @property
     def num_far(self) -> int:
         return self.keys.shape[1]
+
+    @cached_property
+    def decisive(self) -> Tensor:
+        """[kv_heads, queries, far]: which of the far keys have so much of a query's attention that
+        an answer may hang on them."""
+        everything = torch.cat([self.window_scores, self.scores], -1).softmax(-1)
+        return everything[..., self.window_scores.shape[-1] :] >= DECISIVE
 
     def errors(self, far: State) -> Tensor:
         """|estimate - exact| / |exact|, [positions, heads], of a state over the far context."""

@@ -28,6 +28,7 @@ class LayerMeasures:
     """One layer of one input. All tensors are [positions, heads].
 
     errors, rows: by method; rows are shares of the far keys that were read.
+    decisive: by method, [2, positions, heads]: how many decisive keys were read, and are there.
     mass: of the top 20 % of all keys, of the far keys, of their tail and of their top 20 %.
     inclusion: by (bits_per_table, num_tables).
     targets: by (bits_per_dim, error): errors, what was predicted of them, and shares of far keys.
@@ -37,6 +38,7 @@ class LayerMeasures:
         self.settings = settings
         self.errors: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
+        self.decisive: dict[str, Tensor] = {}
         self.mass: dict[str, Tensor] = {}
         self.inclusion: dict[tuple[int, int], Inclusion] = {}
         self.targets: dict[tuple[int, float], Tensor] = {}
@@ -77,12 +79,16 @@ class LayerMeasures:
                 self._note(f"{name}:{percent(budget)}", scene, log_weights)
 
     def _note(self, name: str, scene: Scene, log_weights: Tensor) -> None:
-        rows = scene.by_head(log_weights.isfinite().sum(-1) / scene.num_far)
-        self._put(name, scene, estimators.weighted(log_weights, scene.values), rows)
+        read = log_weights.isfinite()
+        rows = scene.by_head(read.sum(-1) / scene.num_far)
+        state = estimators.weighted(log_weights, scene.values)
+        self._put(name, scene, state, rows, (read & scene.decisive).sum(-1))
 
-    def _put(self, name: str, scene: Scene, state: State, rows: Tensor) -> None:
+    def _put(self, name: str, scene: Scene, state: State, rows: Tensor, decisive: Tensor) -> None:
         self.errors[name] = scene.errors(state)
         self.rows[name] = rows
+        there = scene.decisive.sum(-1)
+        self.decisive[name] = torch.stack([scene.by_head(decisive), scene.by_head(there)])
 
     def _decode(self, name: str, given: LayerInput, scene: Scene, index: IndexConfig) -> LayerKV:
         """Rows drawn by an index as they are when decoding: through the native core."""
@@ -92,8 +98,18 @@ class LayerMeasures:
         out, lse = attend(forks, given.queries, scale=given.scale, softcap=given.softcap)
         state = estimators.by_kv_head(out, kv_heads), estimators.by_kv_head(lse, kv_heads)
         shares = torch.stack([fork.last_stats.share for fork in forks if fork.last_stats])
-        self._put(name, scene, state, shares)
+        self._put(name, scene, state, shares, self._decisive_drawn(kv, given, scene))
         return kv
+
+    def _decisive_drawn(self, kv: LayerKV, given: LayerInput, scene: Scene) -> Tensor:
+        """[kv_heads, queries]: of the decisive keys, as many as a step reads."""
+        group = kv.num_heads // kv.num_kv_heads
+        found = torch.zeros(scene.decisive.shape[:2], dtype=torch.int64)
+        for position, queries in enumerate(given.queries):
+            for head, rows in enumerate(kv.sample(queries, given.scale)[0]):
+                at = head // group, position * group + head % group
+                found[at] = scene.decisive[at][rows.long()].sum()
+        return found
 
     def _far_kv(self, given: LayerInput, index: IndexConfig) -> LayerKV:
         kv_heads, tokens, dim = given.keys.shape
@@ -154,6 +170,7 @@ class Measures:
         self.settings = settings
         self.errors: dict[str, list[Tensor]] = defaultdict(list)
         self.rows: dict[str, list[Tensor]] = defaultdict(list)
+        self.decisive: dict[str, list[Tensor]] = defaultdict(list)
         self.mass: dict[str, list[Tensor]] = defaultdict(list)
         self.targets: dict[tuple[int, float], list[Tensor]] = defaultdict(list)
         self.inclusion = {tables: Inclusion() for tables in settings.tables}
@@ -185,6 +202,7 @@ class Measures:
         for mine, theirs in (
             (self.errors, layer.errors),
             (self.rows, layer.rows),
+            (self.decisive, layer.decisive),
             (self.mass, layer.mass),
         ):
             for name, tensor in theirs.items():

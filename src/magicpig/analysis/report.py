@@ -34,6 +34,11 @@ CAPTIONS = {
     "inclusion.png": "How often a key is drawn, by its cosine to the query, against the formula "
     "by which its weight is corrected. Bars: three standard errors.",
 }
+DECISIVE_ONES = (
+    "Decisive: of the far keys that have a tenth or more of a query's attention, those that "
+    "are read. Few heads have such keys, so a mean error hardly shows when they are missed; but "
+    "what is copied from a long text hangs on them."
+)
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 2em auto;
        padding: 0 1em; }
@@ -132,6 +137,7 @@ def page(results: Results, pictures: dict[str, bytes]) -> str:
         _figure("errors.png", pictures),
         _figure("heads.png", pictures),
         _figure("layers.png", pictures),
+        f'<p class="note">{html.escape(DECISIVE_ONES)}</p>',
         error_table(results),
         "<h2>Errors that are asked for</h2>",
         _target_table(results),
@@ -174,11 +180,12 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def error_rows(results: Results) -> list[list[str]]:
-    """For tables: method, keys read, errors."""
+    """For tables: method, keys read, decisive ones among them, errors."""
     return [
         [
             row["name"],
             f"{100 * row['share']:.2f} %",
+            "" if row["decisive"] is None else f"{100 * row['decisive']:.1f} %",
             *(f"{row[figure]:.3f}" for figure in ("mean", "median", "p90", "p99")),
         ]
         for row in sorted(
@@ -188,7 +195,7 @@ def error_rows(results: Results) -> list[list[str]]:
 
 
 def error_table(results: Results) -> str:
-    header = ["method", "far keys read", "mean error", "median", "p90", "p99"]
+    header = ["method", "far keys read", "decisive", "mean error", "median", "p90", "p99"]
     return _table(header, error_rows(results))
 
 

@@ -21,14 +21,18 @@ LEAST = 1e-12  # stands for 0 in logarithms
 def errors(measures: Measures, layers: list[int], sampled: list[int]) -> list[Results]:
     """A row for every method and budget.
 
-    share: of the far keys, read. mean, median, p90, p99: of the error over queries and heads of the
-    sampled layers. layers: the mean error of every layer.
+    share: of the far keys, read. decisive: the same of those that have a tenth of a query's
+    attention or more; None where there are none. mean, median, p90, p99: of the error over queries
+    and heads of the sampled layers. layers: the mean error of every layer.
     """
     found = []
     chosen = [i for i, layer in enumerate(layers) if layer in sampled]
     for name in measures.errors:
         error = stacked(measures.errors[name], len(layers))
         rows = stacked(measures.rows[name], len(layers))
+        decisive = torch.stack(measures.decisive[name])
+        decisive = decisive.view(-1, len(layers), *decisive.shape[1:])
+        read, there = decisive[:, chosen].sum((0, 1, 3, 4)).tolist()
         method, _, setting = name.partition(":")
         found.append(
             {
@@ -37,6 +41,7 @@ def errors(measures: Measures, layers: list[int], sampled: list[int]) -> list[Re
                 "budget": float(name.rpartition(":")[2][:-1]) / 100 if name[-1] == "%" else None,
                 "setting": setting,
                 "share": rows[:, chosen].mean().item(),
+                "decisive": read / there if there else None,
                 **statistics(error[:, chosen]),
                 "layers": error.mean((0, 2, 3)).tolist(),
             }

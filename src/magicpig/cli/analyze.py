@@ -109,7 +109,7 @@ def show(results: dict[str, Any]) -> None:
         console.print(f"  {found['sentence']}")
     table = Table(title="\nerror of attention's output", title_justify="left")
     table.add_column("method")
-    for name in ("far keys read", "mean", "median", "p90", "p99"):
+    for name in ("far keys read", "decisive", "mean", "median", "p90", "p99"):
         table.add_column(name, justify="right")
     for row in error_rows(results):
         table.add_row(*row)
