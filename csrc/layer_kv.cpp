@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -52,6 +53,7 @@ void require(bool fine, const std::string& message) {
 // Segments of the given sizes from the source's tokens. All rows are checked and copied before the first is indexed.
 SegmentList build(const Geometry& geometry, const Source& source, const std::vector<size_t>& sizes) {
   std::vector<std::shared_ptr<Segment>> fresh;
+  require_memory(std::accumulate(sizes.begin(), sizes.end(), size_t{0}) * geometry.num_kv_heads * geometry.row_bytes());
   size_t first = 0;
   for (size_t size : sizes) {
     fresh.push_back(std::make_shared<Segment>(geometry, source, first, static_cast<uint32_t>(size)));
