@@ -33,7 +33,7 @@ neon: $(VENV)/.built
 		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
 		-DMAGICPIG_PYTHON=OFF -DMAGICPIG_TESTS=ON
 	$(BIN)/ninja -C build/neon
-	for test in native_test scan_test linear_test prompt_test step_test; do qemu-aarch64-static build/neon/$$test || exit 1; done
+	for test in native_test scan_test linear_test prompt_test step_test; do MAGICPIG_TEST_ISA=neon qemu-aarch64-static build/neon/$$test || exit 1; done
 
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)

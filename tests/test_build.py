@@ -70,7 +70,7 @@ def test_the_neon_kernels_pass_the_native_tests_in_emulation():
             pytest.skip(f"{name} is not installed")
     result = subprocess.run(["make", "-s", "neon"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "checks on 2 instruction sets passed" in result.stdout
+    assert result.stdout.count("checks on 1 instruction sets passed") == 4
 
 
 def test_the_stub_matches_the_native_module(tmp_path):

@@ -219,6 +219,7 @@ from test_store import make_sequence
 from magicpig.kv import store
 sequence = make_sequence(10_000, seed=int(sys.argv[2]))
 print("ready", flush=True)
+sys.stdin.readline()
 while True:
     store.save(Path(sys.argv[1]), sequence, {{"seed": int(sys.argv[2])}})
     print("saved", flush=True)
@@ -229,11 +230,19 @@ def test_a_killed_writer_leaves_the_old_file_or_none(tmp_path):
     path = tmp_path / "a.pig"
     code = WRITER.format(tests=os.path.dirname(__file__))
     complete = 0
-    for turn in range(5):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", code, str(path), str(turn)], stdout=subprocess.PIPE, text=True
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(path), str(turn)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        for turn in range(5)
+    ]
+    for turn, writer in enumerate(writers):
         assert writer.stdout.readline() == "ready\n"
+        writer.stdin.write("go\n")
+        writer.stdin.close()
         time.sleep(0.003 * 4**turn)  # 3 ms to 0.8 s: at its beginning, in the middle, at its end
         writer.send_signal(signal.SIGKILL)
         writer.wait()

@@ -1,9 +1,13 @@
-// Checks that count, and end the process where one does not hold.
+// Checks that count, and end the process where one does not hold; and on what they are made.
 #pragma once
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
 
 namespace magicpig {
 
@@ -17,5 +21,11 @@ inline std::atomic<int> checks{0};
       std::exit(1);                                                                      \
     }                                                                                    \
   } while (0)
+
+// All instruction sets that this machine has, or the one that MAGICPIG_TEST_ISA names.
+inline std::vector<std::string> tested_isas() {
+  const char* one = std::getenv("MAGICPIG_TEST_ISA");
+  return one ? std::vector<std::string>{one} : supported_isas();
+}
 
 }  // namespace magicpig

@@ -66,7 +66,7 @@ std::vector<float> run_step(Window& window, const LayerKV* far, const Tokens& to
 }
 
 void test_steps() {
-  for (const std::string& isa : supported_isas()) {
+  for (const std::string& isa : tested_isas()) {
     set_isa(isa);
     for (uint32_t head_dim : {8u, 40u, 64u}) {
       const Geometry geometry{6, 2, head_dim, kF32, nullptr, nullptr, 0};
@@ -159,7 +159,7 @@ void test_adopted_segments() {
 // Saved codes are as good as the fresh ones; any other bytes of their size draw some rows of the segment.
 void test_adopted_codes() {
   std::mt19937 engine(1);
-  for (const std::string& isa : supported_isas()) {
+  for (const std::string& isa : tested_isas()) {
     set_isa(isa);
     for (uint32_t bits : {1u, 2u, 4u}) {
       const Geometry geometry{6, 2, 24, kBF16, nullptr, make_scan(bits, 0.1f, 4, 24), 0};
