@@ -2,12 +2,13 @@
 
     python benchmarks/results.py run ruler-4k                   one of RUNS, into results/
     python benchmarks/results.py run ruler-16k --device cuda --processes 11 [--methods SOME]
+    python benchmarks/results.py run ruler-16k --missing        samples that were not kept yet
     python benchmarks/results.py keep ruler-4k                  its samples, in docs/samples/
     python benchmarks/results.py write                          the tables of docs/results.md
 
 A run is a `magicpig eval` command per task, some at a time; one that was interrupted goes on.
 Tables are made of the samples kept, and stand in docs/results.md between marks; the words around
-them are written by hand.
+them are written by hand. A method is in a table once all of its samples are there.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import argparse
 import json
 import lzma
 import os
-import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
+from pages import rewrite
 from rich.console import Console
 from rich.progress import track
 
@@ -89,13 +93,23 @@ RUNS = {
 }
 
 
-def run(name: str, folder: Path, processes: int, more: list[str], only: list[str] | None) -> None:
+def run(
+    name: str,
+    folder: Path,
+    processes: int,
+    more: list[str],
+    only: list[str] | None,
+    missing: bool,
+) -> None:
     wanted = RUNS[name]
     tasks = only or list(wanted.tasks)
+    kept = records_of(name) if missing else []
 
     def one(task: str) -> str:
         out = folder / f"{name}-{task}"
         out.mkdir(parents=True, exist_ok=True)
+        if missing and not (out / records.FILE).exists():
+            write_whole(out / records.FILE, as_lines(r for r in kept if r["task"] == task))
         command = [sys.executable, str(ROOT / "benchmarks/lsh_by_mask.py"), "eval", "ruler"]
         for flag in ("model", "lengths", "samples", "methods", "protocol"):
             command += [f"--{flag}", str(getattr(wanted, flag))]
@@ -129,19 +143,24 @@ def keep(name: str, folder: Path) -> None:
     ]
     if not found:
         raise SystemExit(f"no results of {name} in {folder}")
-    if (SAMPLES / f"{name}.jsonl.xz").exists():
-        new = {tuple(r[part] for part in records.KEY) for r in found}
-        kept = records_of(name)
-        found = [r for r in kept if tuple(r[part] for part in records.KEY) not in new] + found
-    text = "".join(json.dumps(record) + "\n" for record in found)
+    new = {tuple(r[part] for part in records.KEY) for r in found}
+    kept = records_of(name)
+    found = [r for r in kept if tuple(r[part] for part in records.KEY) not in new] + found
     SAMPLES.mkdir(exist_ok=True)
-    write_whole(SAMPLES / f"{name}.jsonl.xz", lzma.compress(text.encode()))
+    write_whole(SAMPLES / f"{name}.jsonl.xz", lzma.compress(as_lines(found)))
+
+
+def as_lines(found: Iterable[records.Record]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in found).encode()
 
 
 def records_of(name: str) -> list[records.Record]:
-    """As they were kept."""
-    with lzma.open(SAMPLES / f"{name}.jsonl.xz", "rt") as lines:
-        return [json.loads(line) for line in lines]
+    """As they were kept; none if none were."""
+    path = SAMPLES / f"{name}.jsonl.xz"
+    if not path.exists():
+        return []
+    with lzma.open(path, "rt") as text:
+        return [json.loads(line) for line in text]
 
 
 def solved(found: list[records.Record]) -> list[records.Record]:
@@ -153,9 +172,19 @@ def solved(found: list[records.Record]) -> list[records.Record]:
     return [r for r in found if mean(scores[r["length"], r["task"]]) >= SOLVED]
 
 
+def complete(name: str, found: list[records.Record]) -> list[records.Record]:
+    """Records of the methods that have all of their samples."""
+    counts = Counter(r["method"] for r in found)
+    most = max(counts.values(), default=0)
+    for method, count in counts.items():
+        if count < most:
+            console.print(f"{name}: {method} has {count} of {most} samples, and is left out")
+    return [r for r in found if counts[r["method"]] == most]
+
+
 def cells_of(name: str) -> list[Cell]:
     """In the order of tasks and methods."""
-    found = solved(records_of(name))
+    found = complete(name, solved(records_of(name)))
     order = {task: i for i, task in enumerate(TASKS)}
     methods = RUNS[name].methods.split(",")
     found.sort(key=lambda r: (r["length"], r["protocol"], order[r["task"]]))
@@ -211,18 +240,14 @@ def masks(name: str) -> str:
 
 def write() -> None:
     """Replaces the marked parts of docs/results.md for which there are samples."""
-    page = PAGE.read_text()
 
-    def part(match: re.Match[str]) -> str:
-        what, name = match["what"], match["name"]
-        if not (SAMPLES / f"{name}.jsonl.xz").exists():
-            console.print(f"no samples of {name}: its part stays")
-            return match[0]
-        text = {"table": table, "masks": masks}[what](name)
-        return f"<!-- {what} {name} -->\n{text}<!-- end -->"
+    def part(make: Callable[[str], str], name: str) -> str | None:
+        if records_of(name):
+            return make(name)
+        console.print(f"no samples of {name}: its part stays")
+        return None
 
-    mark = r"<!-- (?P<what>table|masks) (?P<name>[\w-]+) -->\n.*?<!-- end -->"
-    PAGE.write_text(re.sub(mark, part, page, flags=re.S))
+    rewrite(PAGE, {"table": partial(part, table), "masks": partial(part, masks)})
 
 
 def main() -> None:
@@ -234,6 +259,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "results")
     parser.add_argument("--processes", type=int, default=1, help="tasks at a time")
     parser.add_argument("--only", nargs="+", choices=TASKS, help="some of the tasks")
+    parser.add_argument("--missing", action="store_true", help="not what was kept before")
     args, more = parser.parse_known_args()
     if args.action == "write":
         return write()
@@ -241,7 +267,7 @@ def main() -> None:
         parser.error("name a run")
     if args.action == "keep":
         return keep(args.name, args.folder)
-    return run(args.name, args.folder, args.processes, more, args.only)
+    return run(args.name, args.folder, args.processes, more, args.only, args.missing)
 
 
 if __name__ == "__main__":

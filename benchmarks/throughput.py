@@ -43,6 +43,7 @@ from magicpig import WindowConfig, _native, trace
 from magicpig.attention.plan import make_plan
 from magicpig.cli.inputs import length_list
 from magicpig.config import draws_on_gpus
+from magicpig.engine import pace
 from magicpig.engine.memory import (
     LIBRARIES,
     Memory,
@@ -61,7 +62,7 @@ from magicpig.planning.geometry import config_of
 SYSTEMS = ("full", "kv-stream", "cpu-dense", "lsh:10:150", "lsh:10:170", "scan:2:1%")
 NEW_TOKENS = 64
 ATTENTION = ("far context", "attention")  # spans on the CPU
-WARM_UP = 5  # until batches and halves are recorded, and the better way is known
+WARM_UP = 5  # steps, until graphs are recorded
 TRACED = 3  # steps
 LEAST_STEPS = 5
 console = Console(stderr=True, highlight=False)
@@ -171,7 +172,9 @@ class Bench:
                     kv.settle()
             return time.perf_counter() - start
 
-        for _ in range(WARM_UP):
+        # Both ways to run a batch are tried before one is timed.
+        tried = 2 * pace.STEPS if runner.graphs and runner.halves and len(kvs) > 1 else 0
+        for _ in range(WARM_UP + tried):
             step()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

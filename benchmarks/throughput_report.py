@@ -1,9 +1,24 @@
-"""What throughput.py measured, as tables and a plot."""
+"""What throughput.py measured, as tables and a plot.
+
+    python benchmarks/throughput_report.py docs/throughput-h200.json [NEWER.json ...]
+
+takes points of newer runs into the first file, in place of those of the same system, context and
+batch, and writes the plot beside it and the tables of docs/performance.md anew.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from pages import rewrite
+
+from magicpig.files import write_whole
+
+PAGE = Path(__file__).parent.parent / "docs/performance.md"
+BUDGETS = ["24GiB", "40GiB", "48GiB", "none"]
 
 
 @dataclass(frozen=True)
@@ -113,3 +128,46 @@ def plot(points: list[Point], path: Path) -> None:
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
+
+
+def merged(old: list[Point], new: list[Point]) -> list[Point]:
+    """New points in the places of old ones; what fits into budgets that were not asked for is
+    known from those."""
+    places = {(p.system, p.context, p.batch): p for p in old}
+    for point in new:
+        key = point.system, point.context, point.batch
+        known = places[key].fits if key in places else []
+        fits = [*known, *(budget for budget in point.fits if budget not in known)]
+        places[key] = replace(point, fits=fits)
+    systems = list(dict.fromkeys(p.system for p in places.values()))
+    contexts = list(dict.fromkeys(p.context for p in places.values()))
+    return sorted(
+        places.values(), key=lambda p: (contexts.index(p.context), systems.index(p.system), p.batch)
+    )
+
+
+def read(path: Path) -> list[Point]:
+    return [Point(**point) for point in json.loads(path.read_text())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kept", type=Path)
+    parser.add_argument("newer", type=Path, nargs="*")
+    args = parser.parse_args()
+    points = read(args.kept)
+    for path in args.newer:
+        points = merged(points, read(path))
+    write_whole(args.kept, (json.dumps([asdict(p) for p in points], indent=1) + "\n").encode())
+    plot(points, args.kept.with_suffix(".png"))
+
+    def batches(context: str) -> str:
+        return table([p for p in points if p.context == int(context) and p.batch])
+
+    rewrite(PAGE, {"best": lambda _: best_table(points, BUDGETS), "batches": batches})
+
+
+if __name__ == "__main__":
+    main()
