@@ -4,8 +4,9 @@
     python benchmarks/scan.py --model smollm2-ruler-32k --tokens 32000 --tasks niah_multikey_3
 
 Queries rotate, so that no cache holds what the next call reads. Times are medians of one run; on
-real keys they are those of a step through all sampled layers. "of roof": bytes of codes or rows per
-second, as a share of what this machine streams or gathers; "GMAC/s": products of codes and queries.
+real keys they are those of a step through all sampled layers. "draw": thresholds, the pass over all
+codes, and asking for the rows drawn; "of roof": bytes of codes in that time, as a share of what
+this machine streams; "GMAC/s": products of codes and queries.
 
 With --wide heads of the model are put together in pairs, and these eight to a layer, with four
 queries each: the sizes of Llama-3.1-8B's layers, with keys, values and scores of a real model.
@@ -75,7 +76,8 @@ def against_roofs(tokens: int, threads: Sequence[int]) -> None:
     keys.normal_(generator=generator)
     values.normal_(generator=generator)
     sets = torch.randn(24, HEADS, DIM, generator=generator).bfloat16()
-    indexes: list[Index] = [LSHConfig(), *(ScanConfig(bits) for bits in (1, 2, 4))]
+    alone = ScanConfig(2, budget=1e-5, min_rows=1)  # the pass, with hardly a row asked for
+    indexes: list[Index] = [LSHConfig(), *(ScanConfig(bits) for bits in (1, 2, 4)), alone]
     rows = []
     for count in threads:
         magicpig.set_num_threads(count)
