@@ -51,7 +51,7 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Run:
-    """What `magicpig eval ruler` is asked for."""
+    """What `magicpig eval ruler` is asked for; so many samples with each seed."""
 
     model: str
     lengths: str
@@ -59,6 +59,7 @@ class Run:
     methods: str
     protocol: str = "easy,hard"
     tasks: tuple[str, ...] = tuple(TASKS)
+    seeds: tuple[int, ...] = (0,)
 
 
 RUNS = {
@@ -82,6 +83,9 @@ RUNS = {
     "ruler-8k": Run("smollm2-ruler-32k", "8k", 25, f"{COMPARED},{EXACT},{SCAN}"),
     "ruler-16k": Run("smollm2-ruler-32k", "16k", 25, f"{COMPARED},{EXACT},{SCAN}"),
     "ruler-32k": Run("smollm2-ruler-32k", "32k", 25, f"{COMPARED},{EXACT},{SCAN}"),
+    "cwe-16k": Run(  # fixed after, and because of, one cell of ruler-16k
+        "smollm2-ruler-32k", "16k", 25, f"full,{SCAN}", tasks=("cwe",), seeds=(31, 32, 33, 34)
+    ),
     "masks-4k": Run(
         "smollm2-ruler-32k",
         "4k",
@@ -102,18 +106,20 @@ def run(
     missing: bool,
 ) -> None:
     wanted = RUNS[name]
-    tasks = only or list(wanted.tasks)
+    jobs = [(task, seed) for task in only or wanted.tasks for seed in wanted.seeds]
     kept = records_of(name) if missing else []
 
-    def one(task: str) -> str:
-        out = folder / f"{name}-{task}"
+    def one(job: tuple[str, int]) -> str:
+        task, seed = job
+        out = folder / f"{name}-{task}-{seed}"
         out.mkdir(parents=True, exist_ok=True)
         if missing and not (out / records.FILE).exists():
-            write_whole(out / records.FILE, as_lines(r for r in kept if r["task"] == task))
+            own = (r for r in kept if (r["task"], r["seed"]) == job)
+            write_whole(out / records.FILE, as_lines(own))
         command = [sys.executable, str(ROOT / "benchmarks/lsh_by_mask.py"), "eval", "ruler"]
         for flag in ("model", "lengths", "samples", "methods", "protocol"):
             command += [f"--{flag}", str(getattr(wanted, flag))]
-        command += ["--tasks", task, "--out", str(out), "--json", *more]
+        command += ["--tasks", task, "--seed", str(seed), "--out", str(out), "--json", *more]
         with (out / "log").open("w") as log:
             result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=log, check=False)
         if result.returncode:
@@ -125,29 +131,31 @@ def run(
         os.environ.setdefault("MAGICPIG_NUM_THREADS", "1")
     failed = 0
     with ThreadPoolExecutor(processes) as pool:
-        done = pool.map(one, tasks)
-        for failure in track(done, total=len(tasks), description=name, console=console):
+        done = pool.map(one, jobs)
+        for failure in track(done, total=len(jobs), description=name, console=console):
             if failure:
                 failed += 1
                 console.print(failure)
     if failed:
-        raise SystemExit(f"{failed} of {len(tasks)} tasks failed; run it again to go on")
+        raise SystemExit(f"{failed} of {len(jobs)} tasks failed; run it again to go on")
 
 
 def keep(name: str, folder: Path) -> None:
     """All samples of a run in one file, beside those kept before; a folder may hold some tasks."""
-    found = [
-        r
-        for each in sorted(folder.glob(f"{name}-*/samples.jsonl"))
-        for r in records.read(each.parent)[0]
-    ]
+    found = []
+    for each in sorted(folder.glob(f"{name}-*/{records.FILE}")):
+        samples, settings = records.read(each.parent)
+        found += [{**sample, "seed": settings["seed"]} for sample in samples]
     if not found:
         raise SystemExit(f"no results of {name} in {folder}")
-    new = {tuple(r[part] for part in records.KEY) for r in found}
-    kept = records_of(name)
-    found = [r for r in kept if tuple(r[part] for part in records.KEY) not in new] + found
+    new = {key_of(r) for r in found}
+    found = [r for r in records_of(name) if key_of(r) not in new] + found
     SAMPLES.mkdir(exist_ok=True)
     write_whole(SAMPLES / f"{name}.jsonl.xz", lzma.compress(as_lines(found)))
+
+
+def key_of(record: records.Record) -> tuple[object, ...]:
+    return tuple(record[part] for part in (*records.KEY, "seed"))
 
 
 def as_lines(found: Iterable[records.Record]) -> bytes:
@@ -155,12 +163,12 @@ def as_lines(found: Iterable[records.Record]) -> bytes:
 
 
 def records_of(name: str) -> list[records.Record]:
-    """As they were kept; none if none were."""
+    """As they were kept, each with its seed; none if none were."""
     path = SAMPLES / f"{name}.jsonl.xz"
     if not path.exists():
         return []
     with lzma.open(path, "rt") as text:
-        return [json.loads(line) for line in text]
+        return [{"seed": 0, **json.loads(line)} for line in text]
 
 
 def solved(found: list[records.Record]) -> list[records.Record]:
@@ -201,6 +209,37 @@ def table(name: str) -> str:
     return text
 
 
+def with_error(values: list[float], digits: int) -> str:
+    """Their mean and its standard error."""
+    return f"{mean(values):.{digits}f} ± {stdev(values) / len(values) ** 0.5:.{digits}f}"
+
+
+def differences(method: str) -> str:
+    """Points that a method has more than full attention, sample by sample, in all runs of it."""
+    lines = [
+        f"| run | protocol | task | full | {method} | difference | samples |",
+        "|---|---|---|" + "---:|" * 4,
+    ]
+    cells = 0
+    for name, wanted in RUNS.items():
+        specs = [m for m in wanted.methods.split(",") if m.split(":")[0] == method]
+        scores: dict[tuple[str, str, str], dict[tuple[int, int], float]] = {}
+        for r in solved(records_of(name)) if specs else []:
+            places = scores.setdefault((r["protocol"], r["task"], r["method"]), {})
+            places[r["seed"], r["index"]] = 100 * r["score"]
+        for protocol, task, spec in sorted(key for key in scores if key[2] in specs):
+            full, own = scores[protocol, task, "full"], scores[protocol, task, spec]
+            both = sorted(full.keys() & own.keys())
+            columns = [[x[place] for place in both] for x in (full, own)]
+            more = [b - a for a, b in zip(*columns, strict=True)]
+            cells += 1
+            if any(more):
+                texts = " | ".join(with_error(x, 1) for x in (*columns, more))
+                lines.append(f"| {name} | {protocol} | {task} | {texts} | {len(both)} |")
+    same = f"\nIn the other {cells - len(lines) + 2} of {cells} cells every sample scores alike.\n"
+    return "\n".join(lines) + "\n" + same
+
+
 def masks(name: str) -> str:
     """lsh beside the same estimator by masks, sample by sample."""
     scores: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
@@ -228,9 +267,7 @@ def masks(name: str) -> str:
             read = " / ".join(
                 f"{100 * shares[key][0] / shares[key][1]:.2f}" for key in (ours, theirs)
             )
-            texts = [
-                f"{mean(x):.2f} ± {stdev(x) / len(x) ** 0.5:.2f}" for x in (native, masked, more)
-            ]
+            texts = [with_error(x, 2) for x in (native, masked, more)]
             same = sum(outputs[ours][place] == outputs[theirs][place] for place in both)
             lines.append(
                 f"| {protocol} | {spec} | {' | '.join(texts)} | {read} % | {same} | {len(both)} |"
@@ -247,7 +284,8 @@ def write() -> None:
         console.print(f"no samples of {name}: its part stays")
         return None
 
-    rewrite(PAGE, {"table": partial(part, table), "masks": partial(part, masks)})
+    made = {"table": partial(part, table), "masks": partial(part, masks)}
+    rewrite(PAGE, {**made, "differences": differences})
 
 
 def main() -> None:
