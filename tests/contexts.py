@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 import magicpig
-from magicpig import LayerKV, LSHConfig, reference
+from magicpig import LayerKV, LSHConfig, ScanConfig, reference
+
+SCAN = ScanConfig(budget=0.1, min_rows=8, exact_below=0)
 
 
 @dataclass
@@ -73,3 +75,10 @@ def make_context(
 def tolerance(dtype: torch.dtype) -> float:
     """Absolute error of outputs of order one. AVX512-BF16 rounds softmax weights to bfloat16."""
     return 1e-2 if dtype == torch.bfloat16 and magicpig.isa() == "avx512_bf16" else 3e-5
+
+
+def kv_of(keys, values=None, scan=SCAN, dtype=torch.float32):
+    """One KV head of keys and values [tokens, head_dim]."""
+    kv = LayerKV(1, 1, keys.shape[-1], scan, dtype)
+    kv.append(keys[None], (torch.randn_like(keys) if values is None else values)[None])
+    return kv
