@@ -25,8 +25,6 @@ from magicpig.kv.prompt import Prompt, padded
 from magicpig.kv.sequence import step
 from magicpig.kv.tensor_layer import TensorLayer
 
-EARLY_TOKENS = 65536  # of a prompt, indexed while the rest is read: a full segment
-
 NewRow = Callable[[LayerShape], SequenceLayer]
 
 
@@ -71,7 +69,6 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self.known: list[SequenceLayer] = []  # the prompt's first tokens, where they were rows
         self.num_known = self.num_gathered = 0
         self.early: HybridLayer | None = None  # the row to be, part of which is being built
-        self.num_early = 0
         self.visible: Tensor | None = None  # bool [batch, tokens]: no padding; None: all are
         self.num_seen = 0  # tokens of a row, padding included
         self.mass: Tensor | None = None  # [batch, kv_heads, tokens] of the prompt, where watched
@@ -188,24 +185,17 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         return out[:, None]
 
     def _build_early(self) -> None:
-        """Begins to index tokens that are certain to become far, a segment at a time."""
-        if (
-            not (self.builds_early and isinstance(self.prompt, HostPrompt))
-            or self.num_known
-            or self.expected < EARLY_TOKENS
-        ):
+        """Begins to index tokens that are certain to become far, while the rest is read."""
+        if not (self.builds_early and isinstance(self.prompt, HostPrompt)) or self.num_known:
             return
         if self.early is None:
             row = self.new_row(self._shape(self.prompt.like))
             self.early = row if isinstance(row, HybridLayer) else None
         if self.early is None:
             return
-        config = self.early.config
-        first = config.sinks + self.num_early
-        last = first + EARLY_TOKENS
-        if last <= self.prompt.num_tokens and last + config.local <= self.expected:
+        first, last = self.early.next_early(self.expected)
+        if first < last <= self.prompt.num_tokens:
             self.early.build_early(*self.prompt.part(first, last))
-            self.num_early += EARLY_TOKENS
 
     def to_rows(self, like: Tensor, visible: Tensor | None = None) -> None:
         """Turns a gathered prompt into sequences, if there is one.
@@ -216,7 +206,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         if self.rows:
             return self._check_visible(visible)
         rows = self.known
-        if not rows and self.early and self.num_early:
+        if not rows and self.early:
             rows = [self.early]
         rows = rows or [self.new_row(self._shape(like)) for _ in range(len(like))]
         if self.prompt:
@@ -231,7 +221,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                     mass = mass[:, visible_here.to(mass.device)]
                 row.extend(*self.prompt.row(i, first, visible_here), mass)
         self.rows, self.known, self.prompt, self.mass = rows, [], None, None
-        self.early, self.num_early = None, 0
+        self.early = None
 
     def _check_visible(self, visible: Tensor | None) -> None:
         if visible is None:
@@ -291,7 +281,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                 self._gather(torch.empty(0, dtype=self.rows[0].shape.dtype))
             assert self.prompt
             self.prompt.crop(-tokens_to_remove)
-            self.early, self.num_early = None, 0
+            self.early = None
             if self.mass is not None:
                 self.mass = self.mass[:, :, : self.prompt.num_tokens]
             self.num_seen = self.num_gathered = max(0, self.num_seen + tokens_to_remove)
