@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -57,6 +58,17 @@ def test_tables_show_what_is_missing():
     some.append(record("cwe", index=0, method="topk:2%"))
     some.append(record("cwe", index=1, method="topk:2%"))
     assert tables.tables(summary(some))[0].rows[1][-1] == "1-2"
+
+
+def test_tables_leave_out_what_no_method_has():
+    """Perplexities have no outputs to compare."""
+    one = record(score=12.3, metric="perplexity", output="")
+    cells = [replace(cell, same_as_full=None) for cell in summary([one])]
+    (table,) = tables.tables(cells)
+    assert "same" not in table.columns
+    assert "keys read" in table.columns
+    assert len(table.rows[0]) == len(table.columns) + 1
+    assert "same" in tables.tables(summary([one, {**one, "method": "full"}]))[0].columns
 
 
 def test_a_single_task_has_no_column_of_averages():

@@ -40,7 +40,8 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Table:
-    """One length and protocol. rows: methods; of each its name, then a text per column."""
+    """One length and protocol. rows: methods; of each its name, then a text per column. Columns of
+    which nothing is known are left out."""
 
     length: int
     protocol: str
@@ -110,7 +111,10 @@ def _table(length: int, protocol: str, metric: str, cells: Sequence[Cell]) -> Ta
         counts = [its[task].samples for task in tasks if task in its]
         samples = "-".join(str(count) for count in sorted({min(counts), max(counts)}))
         rows.append([method, *texts, *_costs(its[AVERAGE]), samples])
-    return Table(length, protocol, metric, [*scores, *COSTS], rows)
+    columns = ["method", *scores, *COSTS]
+    known = [i for i in range(len(columns)) if any(row[i] != UNKNOWN for row in rows)]
+    names, *rows = ([line[i] for i in known] for line in (columns, *rows))
+    return Table(length, protocol, metric, names[1:], rows)
 
 
 def _score(cell: Cell | None, num_tasks: int) -> str:
