@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -143,6 +144,8 @@ def process(*arguments, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
+        # Tests that a script runs in the background have been told to ignore it.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 
