@@ -226,18 +226,29 @@ place = "magicpig.evals.lm_harness:MagicPigLM"
 model_registry.register("magicpig", target=EntryPoint("magicpig", place, "lm_eval.models"))
 cli_evaluate()
 """
+# `lm_eval` as it is: tasks that are files are imported first, and ours know the model.
+TYPED = """
+from lm_eval.__main__ import cli_evaluate
+cli_evaluate()
+"""
+EXAMPLES = ROOT / "examples/lm_harness"
+BY_NAME = ["--include_path", str(EXAMPLES), "--tasks", "lighthouse_choice,lighthouse_answer"]
+BY_FILE = ["--tasks", f"{EXAMPLES}/lighthouse_*.yaml"]
 
 
-@pytest.mark.parametrize("way", [OURS, PLUG_IN], ids=["our command", "plug-in"])
-def test_the_harness_runs_its_tasks_with_it(tmp_path, way):
+@pytest.mark.parametrize(
+    ("way", "tasks"),
+    [(OURS, BY_NAME), (PLUG_IN, BY_NAME), (TYPED, BY_FILE)],
+    ids=["our command", "plug-in", "as typed"],
+)
+def test_the_harness_runs_its_tasks_with_it(tmp_path, way, tasks):
     make_model("llama").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     arguments = (
         f"pretrained={tmp_path / 'model'},method=lsh:6:40,dense_layers=[0,2],max_length=1600"
     )
     command = [sys.executable, "-c", COMMAND + way, "--model", "magicpig"]
-    command += ["--model_args", arguments, "--include_path", str(ROOT / "examples/lm_harness")]
-    command += ["--tasks", "lighthouse_choice,lighthouse_answer", "--limit", "2"]
+    command += ["--model_args", arguments, *tasks, "--limit", "2"]
     command += ["--apply_chat_template", "--log_samples", "--output_path", str(tmp_path / "out")]
     result = subprocess.run(
         command,

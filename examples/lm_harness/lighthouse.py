@@ -5,6 +5,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
+import magicpig.evals.lm_harness  # noqa: F401 - so the harness knows `--model magicpig`
+
 FOLDER = Path(__file__).parent
 
 
