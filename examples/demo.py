@@ -43,6 +43,11 @@ def main() -> None:
         )
         console.print()
     console.print(table)
+    console.print(
+        "keys read: of all layers and tokens, those included that are always read (two layers, the "
+        "first and the last tokens)",
+        style="dim",
+    )
 
 
 if __name__ == "__main__":
