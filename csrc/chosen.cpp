@@ -40,7 +40,8 @@ class Parts {
       if (rows[j] < 0 || static_cast<size_t>(rows[j]) >= total)
         throw std::invalid_argument("row " + std::to_string(rows[j]) + " is not among the " + std::to_string(total) +
                                     " tokens");
-      if (!(logs[j] <= 0)) throw std::invalid_argument("log_probability must be 0 at most, and not NaN");
+      if (!(logs[j] <= 0 && logs[j] >= -kLargest))
+        throw std::invalid_argument("log_probability must be 0 at most and finite, not " + std::to_string(logs[j]));
       size_t i = firsts_.size() - 1;
       while (firsts_[i].first > static_cast<size_t>(rows[j])) --i;
       parts_[i].ids.push_back(static_cast<uint16_t>(static_cast<size_t>(rows[j]) - firsts_[i].first));

@@ -19,8 +19,8 @@ namespace {
 constexpr size_t kBlocksAtOnce = 12;  // coded by one task
 constexpr size_t kBlocksAhead = 4;    // asked for from memory where single ones are read
 
-// What is added to a value's squared distance from the mean value, in mean squared distances: a key whose value is
-// ordinary can still be a heavy one.
+// What is added to a value's squared distance from the mean value, in mean squares of the values: a key whose value is
+// ordinary can still be a heavy one, and a segment whose values are all alike can differ from others.
 constexpr double kOrdinary = 0.1;
 
 }  // namespace
@@ -77,13 +77,13 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
       sums[part] += double{distance} * distance;
     }
   });
-  double ordinary = 0;
-  for (double sum : sums) ordinary += sum;
-  const auto added = static_cast<float>(ordinary * kOrdinary / num_tokens_);
+  double ordinary = dot(mean_value(kv_head), mean_value(kv_head), dim);
+  for (double sum : sums) ordinary += sum / num_tokens_;
+  const auto added = static_cast<float>(ordinary * kOrdinary);
   parallel_for(parts, [&](size_t part) {
     for (size_t block = part * kBlocksAtOnce; block < std::min((part + 1) * kBlocksAtOnce, num_blocks_); ++block) {
       float* bias = biases(kv_head, block);
-      for (uint32_t k = 0; k < kCodeBlock; ++k) bias[k] = std::max(std::sqrt(bias[k] * bias[k] + added), kMinNorm);
+      for (uint32_t k = 0; k < kCodeBlock; ++k) bias[k] = added > 0 ? std::sqrt(bias[k] * bias[k] + added) : 1;
       kernels.log(bias, kCodeBlock, bias);
     }
   });

@@ -155,23 +155,18 @@ inline const float* split(const float* weights, size_t count, float border, floa
   return list;
 }
 
-float log_threshold(const float* logs, size_t count, float rows, float* scratch) {
-  vec highest = load(logs);
-  for (size_t i = kChunk; i < count; i += kChunk) highest = max(load(logs + i), highest);
-  const float peak = largest(highest);
-  float *weights = scratch, *list = scratch + count;
-  vec all = zero();
-  for (size_t i = 0; i < count; i += kChunk) {
-    const vec weight = exp(sub(load(logs + i), set1(peak)));
-    store(weights + i, weight);
-    all = add(all, weight);
-  }
+constexpr float kFaintest = 1e-37f;  // of the weights that a float tells from nothing
+
+// The threshold for so many rows among weights, the highest of which is 1, and in `rows` how many more are wanted than
+// there are above it: some, where it is as low as it can be.
+inline float threshold_of(const float* weights, size_t count, float* list, float all, float& rows) {
   // Weights above the threshold count as one each: with them out of the sum it falls, until none joins. Only those that
   // may join soon are looked at every time.
   const float* end = list;
-  float threshold = sum(all) / rows, border = __builtin_inff(), rest = 0, number = 0;
+  const float wanted = rows;
+  float threshold = all / wanted, border = __builtin_inff(), rest = 0, number = 0;
   for (;;) {
-    if (threshold < 1e-37f) threshold = 1e-37f;
+    if (threshold < kFaintest) threshold = kFaintest;
     if (threshold < border) {
       border = threshold / 16;
       end = split(weights, count, border, list, rest);
@@ -181,14 +176,36 @@ float log_threshold(const float* logs, size_t count, float rows, float* scratch)
       above += *x > threshold ? 1 : 0;
       light += *x > threshold ? 0 : *x;
     }
-    if (!(above > number)) break;
+    if (!(above > number)) return threshold;
     number = above;
-    const float left = rows - number;
-    threshold = light / (left > 1e-3f ? left : 1e-3f);
+    rows = wanted - number;
+    threshold = light / (rows > 1e-3f ? rows : 1e-3f);
   }
-  alignas(64) float out[kChunk];
-  store(out, log(set1(threshold)));
-  return peak + out[0];
+}
+
+float log_threshold(const float* logs, size_t count, float rows, float* scratch) {
+  float limit = __builtin_inff(), found = 0;  // what is not below the limit was counted: one row each
+  for (;;) {
+    vec highest = set1(-kLargest);
+    for (size_t i = 0; i < count; i += kChunk) {
+      const vec x = load(logs + i);
+      highest = max(select_less(x, set1(limit), x, set1(-kLargest)), highest);
+    }
+    const float peak = largest(highest);
+    if (limit < kLargest && !(peak > -1e37f)) return found;  // padding alone is left
+    vec all = zero();
+    for (size_t i = 0; i < count; i += kChunk) {
+      const vec x = load(logs + i), weight = select_less(x, set1(limit), exp(sub(x, set1(peak))), zero());
+      store(scratch + i, weight);
+      all = add(all, weight);
+    }
+    const float threshold = threshold_of(scratch, count, scratch + count, sum(all), rows);
+    alignas(64) float out[kChunk];
+    store(out, log(set1(threshold)));
+    found = peak + out[0];
+    if (threshold > kFaintest || !(rows > 1e-3f)) return found;
+    limit = found;  // scores that differ by more than floats can tell: on with the lower ones
+  }
 }
 
 inline vec score_of(const float* logs, const float* biases, size_t i, float inverse_temper) {

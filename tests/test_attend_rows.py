@@ -73,6 +73,7 @@ def given(rows=((3, 4), (5,)), logs=((-1.0, -0.5), (0.0,))):
         (given(rows=((-1, 4), (5,))), ValueError, "row -1 is not among"),
         (given(logs=((0.1, 0.0), (0.0,))), ValueError, "log_probability must be 0 at most"),
         (given(logs=((float("nan"), 0.0), (0.0,))), ValueError, "log_probability must be 0"),
+        (given(logs=((-float("inf"), 0.0), (0.0,))), ValueError, "and finite, not -inf"),
         (given(logs=((0.0,), (0.0,))), ValueError, "as many elements, head by head"),
         ((given()[0][:1], given()[1][:1]), ValueError, "a list of 2 tensors"),
         (([x.long() for x in given()[0]], given()[1]), TypeError, r"rows\[0\] must be a tensor"),

@@ -11,8 +11,10 @@ from zoo import loaded
 
 import magicpig
 from magicpig import LLM, LayerKV, SamplingParams, ScanConfig, WindowConfig, reference
+from magicpig.attention.scan import Scan
 from magicpig.context import Context
 from magicpig.document import Document
+from magicpig.kv.base import LayerShape
 from tests.contexts import SCAN, assert_weighted_softmax, make_context, tolerance
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -325,3 +327,13 @@ def test_a_saved_context_goes_on_as_if_it_had_stayed(tmp_path):
     known = Context.load(other, tmp_path / "a.pig")  # coded anew
     assert known.kv.layers[1].far.index == other.engine.runner.plan.method.index
     assert other.generate_from(ids, GREEDY, known.kv).new_tokens == 24
+
+
+@pytest.mark.parametrize(("head_dim", "bits"), [(8, 2), (24, 4), (64, 2), (80, 1), (128, 2)])
+def test_the_index_takes_as_many_bytes_as_are_planned(head_dim, bits):
+    kv = LayerKV(4, 2, head_dim, ScanConfig(bits, exact_below=0), torch.bfloat16)
+    vectors = torch.randn(2, 1600, head_dim)
+    kv.append(vectors, vectors)
+    shape = LayerShape(4, 2, head_dim, torch.bfloat16)
+    means = 2 * 2 * reference.padded(head_dim) * 4
+    assert kv.nbytes.index == Scan(bits).index_bytes(shape, 1600) + means

@@ -51,6 +51,32 @@ def test_equal_values_come_out_as_they_are(every_isa, value):
         assert lse.isfinite().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 256, 4000])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
+def test_a_segment_of_equal_values_is_drawn_from_beside_others(every_isa, tokens, spread):
+    """It tells nothing new in itself, but it is not what the others say."""
+    kv = kv_of(torch.randn(4000, 16), torch.randn(4000, 16))
+    keys = 2 + torch.randn(1, tokens, 16)
+    kv.append(keys, 3 + spread * torch.randn(1, tokens, 16))
+    errors = []
+    for _ in range(10):
+        query = 1.5 * torch.ones(1, 16) + 0.5 * torch.randn(1, 16)  # towards the second segment
+        (out, lse), (exact, exact_lse) = kv.attend(query), kv.attend(query, exact=True)
+        errors.append(((out - exact).norm() / exact.norm()).item())
+        assert lse.item() == pytest.approx(exact_lse.item(), abs=1.0)
+    assert sum(errors) / 10 < 0.15
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("sharpness", [1.0, 30.0, 300.0, 1e5])
+def test_the_budget_is_kept_when_scores_lie_far_apart(every_isa, bits, sharpness):
+    keys = torch.randn(1024, 32)  # all of which thresholds come from
+    kv = kv_of(keys, torch.randn(1024, 32), ScanConfig(bits, 0.05, min_rows=1, exact_below=0))
+    for _ in range(5):
+        kv.attend(sharpness * torch.randn(1, 32))
+        assert 25 < kv.last_stats.rows.item() < 80
+
+
 def test_a_zero_query_draws_by_values_alone(every_isa):
     values = torch.randn(1000, 16)
     values[:10] *= 150 / values[:10].norm(dim=-1, keepdim=True)

@@ -21,11 +21,11 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Raises unless `value` is a number above 0 and at most 1."""
+    """Raises unless `value` is a number from 1e-9 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} must be a number like 0.01, not {value!r}")
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, not {value}")
+    if not 1e-9 <= value <= 1:
+        raise ValueError(f"{name} must be above 0 (1e-9 or more) and at most 1, not {value}")
 
 
 class UnsupportedModel(ValueError):
@@ -109,7 +109,7 @@ class ScanConfig(Strict):
 
     bits_per_dim: of a key's code, 1, 2 or 4: more bits, better proposals, a larger index.
     budget: share of the far keys that a query head reads, about; the most, with a target_error.
-    min_rows: rows that it reads at least, where there are as many.
+    min_rows: rows that it reads at least, on average, where there are as many.
     target_error: of the attention output, relative to its norm, mean over heads: each head reads as
         many rows as its codes say that this takes. None: the whole budget.
     seed: of the rotation and of the draws; equal configurations draw alike everywhere.

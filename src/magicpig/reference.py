@@ -206,8 +206,9 @@ def key_codes(keys: Tensor, scan: ScanConfig) -> tuple[Tensor, Tensor]:
 def value_biases(values: Tensor) -> Tensor:
     """Logs [n] of how far values lie from their mean, about: what a key has to say that others do
     not say."""
-    distance = (values.double() - values.double().mean(0)).square().sum(-1)
-    squared = distance + ORDINARY * distance.mean()
+    mean = values.double().mean(0)
+    distance = (values.double() - mean).square().sum(-1)
+    squared = distance + ORDINARY * (distance.mean() + mean.square().sum())
     return torch.where(squared > 0, 0.5 * squared.log(), 0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from magicpig import reference
 from magicpig.attention.base import Method
 from magicpig.config import ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
@@ -44,4 +45,5 @@ class Scan(Method):
         return new_layer(shape, self.index, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
-        return shape.num_kv_heads * tokens * (shape.head_dim * self.bits_per_dim // 8 + 8)
+        words = -(-reference.padded(shape.head_dim) * self.bits_per_dim // 32)
+        return shape.num_kv_heads * tokens * (4 * words + 8)
