@@ -249,15 +249,67 @@ def test_an_interrupt_ends_what_took_part_and_no_more(monkeypatch, short_parts):
 STEP = "magicpig.engine.runner.step"
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(
+    ("steps", "place"),
+    [(0, "runner.begin"), (0, "scheduler.start"), (0, "_choose"), (3, "_choose"), (3, "_take")],
+)
+def test_an_error_anywhere_in_a_step_ends_what_took_part(monkeypatch, error, steps, place):
+    llm = make_llm()
+    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
+    request = llm.engine.add(PROMPTS[0], greedy(n=2))
+    events = [event for _ in range(steps) for event in llm.engine.step()]
+    waiting = llm.engine.add(PROMPTS[0], greedy()) if steps == 0 else None
+    *path, name = place.split(".")
+    owner = getattr(llm.engine, path[0]) if path else llm.engine
+    real = getattr(owner, name)
+
+    def fail(*arguments):
+        if name == "_take":
+            real(*arguments)
+        raise error("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                llm.engine.step()
+        else:
+            events += llm.engine.step()
+    events += llm.engine.news()
+    ended = [e for e in events if e.request_id == request.id and e.finish]
+    assert [event.finish for event in ended] == [Finish.ERROR] * 2
+    assert all(isinstance(event.error, error) for event in ended)
+    waiting = waiting or llm.engine.add(PROMPTS[0], greedy())
+    assert collect(llm, [waiting]) == expected
+    assert not llm.engine.has_work
+    assert not llm.engine.scheduler._let_in
+
+
 def test_threads_may_share_an_llm():
     llm = make_llm(method="lsh", lsh=LSHConfig(4, 30, exact_below=16))
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=5, ignore_eos=True)
-    expected = [llm.generate([prompt], params)[0].completions[0].token_ids for prompt in PROMPTS]
+
+    def answer(prompt):
+        completion = llm.generate([prompt], params)[0].completions[0]
+        assert len(completion.token_ids) == 30
+        return completion.text, completion.token_ids
+
+    expected = [answer(prompt) for prompt in PROMPTS]
     with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(llm.generate, [prompt], params) for prompt in PROMPTS * 4]
-        tokens = [future.result()[0].completions[0].token_ids for future in futures]
-    assert tokens == expected * 4
+        assert list(pool.map(answer, PROMPTS * 4)) == expected * 4
     assert not llm.engine.has_work
+
+
+def test_news_of_a_request_wait_until_it_is_asked_for():
+    """Another thread may step before a request's own one does."""
+    llm = make_llm()
+    expected = "".join(llm.stream("one text", greedy()))
+    request = llm._add(llm.encode("one text"), greedy())
+    for _ in range(5):
+        llm._deliver(llm.engine.step())
+    assert "".join(event.text for event in llm.run([request])) == expected
+    assert not llm._inboxes
 
 
 def test_a_callback_that_fails_leaves_nothing_behind():

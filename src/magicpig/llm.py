@@ -225,7 +225,9 @@ class LLM:
         inbox: deque[Event] = deque()
         left = {request.id: request.params.n for request in requests}
         with self._lock:
-            self._inboxes.update(dict.fromkeys(left, inbox))
+            for each in left:  # others may have brought news already
+                inbox.extend(self._inboxes.get(each, ()))
+                self._inboxes[each] = inbox
         try:
             while any(left.values()):
                 with self._lock:
@@ -253,7 +255,9 @@ class LLM:
         keep_prompt: bool = False,
     ) -> Request:
         with self._lock:
-            return self.engine.add(prompt_ids, params, known, keep_prompt)
+            request = self.engine.add(prompt_ids, params, known, keep_prompt)
+            self._inboxes[request.id] = deque()
+            return request
 
     def _end(self, requests: Sequence[Request]) -> None:
         with self._lock:

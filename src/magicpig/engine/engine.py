@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence as List
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from magicpig.engine.params import SamplingParams
@@ -115,37 +116,31 @@ class Engine:
         return events
 
     def _read_part(self) -> list[Event]:
-        if self._reading is None:
-            request = self.scheduler.next_prompt()
-            if request is None:
-                return []
-            request.started = time.perf_counter()
-            self._reading = request, self.runner.begin(request.prompt_ids, request.known)
-        request, prefill = self._reading
+        request = self._reading[0] if self._reading else self.scheduler.next_prompt()
+        if request is None:
+            return []
+        events: list[Event] = []
         try:
+            if self._reading is None:
+                request.started = time.perf_counter()
+                self._reading = request, self.runner.begin(request.prompt_ids, request.known)
+            prefill = self._reading[1]
             logits = self.runner.prefill(prefill)
-            events = [Event(request.id, prefilled=prefill.done)]
+            events.append(Event(request.id, prefilled=prefill.done))
             if prefill.done < len(request.prompt_ids):
                 return events
             kv = self.runner.finish(prefill)
             if request.keep_prompt:
                 request.prompt = kv.fork()
             self._start(request, kv)
+            self._reading = None
+            request.prefilled = time.perf_counter()
+            self.scheduler.start(request)
+            self._choose(request.sequences, logits.expand(request.params.n, -1), events)
         except BaseException as error:  # whatever it is, other requests go on
-            ended = self._end(request, Finish.ERROR, error)
-            if isinstance(error, Exception):
-                return ended
-            self._late += ended
-            raise
-        self._reading = None
-        request.prefilled = time.perf_counter()
-        choices = sample(
-            logits.expand(len(request.sequences), -1), [s.sampler for s in request.sequences]
-        )
-        self.scheduler.start(request)
-        return events + [
-            self._take(s, choice) for s, choice in zip(request.sequences, choices, strict=True)
-        ]
+            events += self._end(request, Finish.ERROR, error)
+            self._go_on(error, events)
+        return events
 
     def _start(self, request: Request, kv: SequenceKV) -> None:
         sampler = Sampler(request.params, request.prompt_ids)
@@ -158,16 +153,27 @@ class Engine:
         running = [s for s in self.scheduler.running if s.finish is None]
         if not running:
             return []
+        events: list[Event] = []
         try:
             logits = self.runner.decode([s.kv for s in running], [s.token_ids[-1] for s in running])
+            self._choose(running, logits, events)
         except BaseException as error:  # layers may have gone different ways: none can go on
-            ended = [self._finished(s, Finish.ERROR, error=error) for s in running]
-            if isinstance(error, Exception):
-                return ended
-            self._late += ended
-            raise
-        choices = sample(logits, [s.sampler for s in running])
-        return [self._take(s, choice) for s, choice in zip(running, choices, strict=True)]
+            left = [s for s in running if s.finish is None]
+            events += [self._finished(s, Finish.ERROR, error=error) for s in left]
+            self._go_on(error, events)
+        return events
+
+    def _go_on(self, error: BaseException, events: list[Event]) -> None:
+        """After an error that ended requests. An interrupt is raised; the next step tells."""
+        if not isinstance(error, Exception):
+            self._late += events
+            raise error
+
+    def _choose(self, sequences: List[Sequence], logits: Tensor, events: list[Event]) -> None:
+        """A token for each of them; what came of it becomes events one by one."""
+        choices = sample(logits, [s.sampler for s in sequences])
+        for sequence, choice in zip(sequences, choices, strict=True):
+            events.append(self._take(sequence, choice))
 
     def _take(self, sequence: Sequence, choice: Choice | BadLogits) -> Event:
         """A sequence's new token: its text, and whether it is the last."""
