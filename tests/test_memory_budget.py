@@ -4,15 +4,21 @@ import pytest
 import torch
 from zoo import loaded, make_model
 
-from magicpig import LLM, SamplingParams, WindowConfig
+from magicpig import LLM, LayerKV, SamplingParams, WindowConfig
 from magicpig.attention.plan import make_plan
 from magicpig.attention.scan import Scan
+from magicpig.engine.growth import appended
 from magicpig.engine.memory import Memory, Needs, largest_batch, parse_bytes, there_is
+from magicpig.kv.far_tokens import FarTokens
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 WINDOW = WindowConfig(4, 8, 16)
 LAYERS, KV_HEADS, DIM = 4, 2, 16
 VECTORS = KV_HEADS * 2 * DIM * 2  # bytes of a token in a layer
+
+
+def codes_of(tokens):
+    return KV_HEADS * (-(-tokens // 16) * 16 * (DIM * 2 // 8 + 8) + 2 * 4 * DIM)  # and means
 
 
 def needs(method, device, name="llama", dense=()):
@@ -48,12 +54,13 @@ def test_on_a_cpu_all_is_the_hosts():
 
 def test_far_contexts_are_the_hosts_and_windows_the_gpus():
     needed = needs("cpu-dense", GPU).of(1000, 100)
-    assert needed.host == LAYERS * 1100 * VECTORS
+    own = 3 * 16 + 64  # blocks that were not merged yet, and the segment they become
+    assert needed.host == LAYERS * (1000 - 4 - 8 + own) * VECTORS
     window = 4 + 8 + 2 * 16
     room = 3 * window // 2 + 64
     assert needed.device == LAYERS * room * VECTORS
     scan = needs("scan:2:1%", GPU).of(1000, 100)
-    codes = LAYERS * KV_HEADS * 1100 * (DIM * 2 // 8 + 8)
+    codes = LAYERS * codes_of(988)  # shorter segments have none
     assert scan.host == needed.host + codes
     assert scan.device == needed.device + codes  # which draws by them
     on_cpu = needs(Scan(2, 0.01, target_error=0.1), GPU).of(1000, 100)
@@ -67,7 +74,7 @@ def test_prompts_take_more_while_they_are_read():
     assert needs("full", GPU).reading(1000) == Memory(0, 2 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).reading(1000)
     assert mixed == Memory(2 * pinned, 3 * 1000 * VECTORS)
-    codes = LAYERS * KV_HEADS * 1000 * (DIM * 2 // 8 + 8)  # which come when they are read
+    codes = LAYERS * codes_of(1000)  # which come when they are read
     assert needs("scan:2:1%", GPU).reading(1000).device == 3 * 1000 * VECTORS - codes
     assert needs("lsh:4:12", CPU).reading(1000) == Memory(1000 * VECTORS)
 
@@ -91,6 +98,64 @@ def test_completions_share_a_prompt():
     one, four = (needs("lsh:4:12", GPU).of(1000, 100, n) for n in (1, 4))
     assert four.host < 2 * one.host
     assert four.device > one.device
+    one, four = (needs("full", GPU).of(1000, 100, n) for n in (1, 4))
+    assert four.device > 3.9 * one.device  # tensors are copied when they grow
+
+
+@pytest.mark.parametrize("far", [0, 5, 200, 1000, 5000, 65536, 70000, 200_000])
+@pytest.mark.parametrize("block", [16, 100, 256, 3000])
+def test_segments_grow_as_the_native_core_lets_them(far, block):
+    kv = LayerKV(1, 1, 8, None)
+    some = torch.zeros(1, max(far, block), 8)
+    kv.append(some[:, :far], some[:, :far])
+    for _ in range(70):
+        grown, kept = appended(kv.segment_sizes, block)
+        before = kv.segment_sizes
+        kv.append(some[:, :block], some[:, :block])
+        assert kv.segment_sizes == grown
+        assert grown[:kept] == before[:kept]
+
+
+@pytest.mark.parametrize("spec", ["scan:2:1%", "lsh:4:12", "full", "topk:5%"])
+@pytest.mark.parametrize(("prompt", "n"), [(100, 1), (600, 1), (600, 3), (60, 4)])
+def test_what_sequences_hold_was_estimated(spec, prompt, n):
+    """Far contexts that are being built and those that they will replace, shared ones once."""
+    asked = needs(spec, CPU)
+    layer = asked.plan.method.new_layer(asked._shape, WINDOW, 1)
+    vectors = torch.randn(KV_HEADS, prompt, DIM).bfloat16()
+    layer.extend(vectors, vectors)
+    layers, most = [layer, *(layer.fork() for _ in range(1, n))], 0
+    for new in range(500):
+        for each in layers:
+            keys = torch.randn(KV_HEADS, 1, DIM).bfloat16()
+            each.step(
+                [each],
+                torch.randn(1, 4, DIM).bfloat16(),
+                keys[None, :, 0],
+                keys[None, :, 0],
+                0.25,
+                None,
+            )
+            each.settle()
+        fars = [far for each in layers for far in far_contexts(each)]
+        held = sum({key: size for far in fars for key, size in pieces_of(far)}.values())
+        rows, index = asked._far(asked.plan.method, prompt, new + 1, n)
+        assert held <= rows + index + (n * WINDOW.block * VECTORS if spec == "topk:5%" else 0)
+        most = max(most, held)
+    assert rows + index < 2.1 * most
+
+
+def far_contexts(layer):
+    job = getattr(layer, "_next_far", None)
+    return [layer.far, *([job.result()] if job else [])]
+
+
+def pieces_of(far):
+    """Where parts of a far context are, and their bytes."""
+    if isinstance(far, FarTokens):
+        return [(x.data_ptr(), x.nbytes) for x in (far.keys, far.values)]
+    parts = [part for i in range(len(far.segment_sizes)) for part in far._native.segment_memory(i)]
+    return [(part.ctypes.data, part.nbytes) for part in parts if part.nbytes]
 
 
 @pytest.mark.parametrize("method", ["full", "lsh:4:12", "scan:2:1%"])

@@ -9,6 +9,7 @@ from magicpig.attention.base import Method
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.hybrid_layer import new_layer
+from magicpig.reference import padded
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,7 @@ class Lsh(Method):
         return new_layer(shape, self.index, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
-        buckets = (1 + tokens // 65536) << self.bits_per_table
-        return shape.num_kv_heads * self.num_tables * (2 * tokens + 4 * buckets)
+        borders = 4 * self.num_tables * (1 + (1 << self.bits_per_table))
+        segment = borders + 4 * padded(shape.head_dim) + 256  # a mean, and where parts begin
+        segments = -(-tokens // 65536)
+        return shape.num_kv_heads * (tokens * (2 * self.num_tables + 4) + segments * segment)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from magicpig import reference
 from magicpig.attention.base import Method
 from magicpig.config import ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.hybrid_layer import new_layer
+from magicpig.reference import padded
 
 
 @dataclass(frozen=True)
@@ -45,5 +45,6 @@ class Scan(Method):
         return new_layer(shape, self.index, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
-        words = -(-reference.padded(shape.head_dim) * self.bits_per_dim // 32)
-        return shape.num_kv_heads * tokens * (4 * words + 8)
+        dim, segments = padded(shape.head_dim), -(-tokens // 65536)
+        key = 4 * -(-dim * self.bits_per_dim // 32) + 8
+        return shape.num_kv_heads * (-(-tokens // 16) * 16 * key + segments * 8 * dim)

@@ -13,12 +13,15 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from magicpig import _native
+from magicpig.attention.base import Method
+from magicpig.attention.cpu_dense import CpuDense
 from magicpig.attention.full import Full
 from magicpig.attention.kv_stream import KvStream
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import Plan
 from magicpig.attention.scan import Scan
 from magicpig.config import WindowConfig, draws_on_gpus
+from magicpig.engine.growth import most_held
 from magicpig.kv.base import LayerShape
 from magicpig.kv.seats import ROOM
 
@@ -80,7 +83,8 @@ class Needs:
     part_tokens: int
 
     def of(self, prompt_tokens: int, new_tokens: int, n: int = 1) -> Memory:
-        """Of n completions of a prompt, till they end; they share its far context."""
+        """Of n completions of a prompt, till they end; they share its far context, until it is
+        merged or grows."""
         total, tokens = Memory(), prompt_tokens + n * new_tokens
         for i, layer in enumerate(DynamicCache(config=self.config).layers):
             window = self.window.sinks + self.window.local + 2 * self.window.block
@@ -90,10 +94,9 @@ class Needs:
             if not _is_full(layer):
                 continue
             method = self.plan.of(i)
-            index = method.index_bytes(self._shape, tokens)
             room = 3 * window // 2 + ROOM if self._elsewhere else window  # windows grow by steps
             total += self._near(n * min(tokens + ROOM, room) * self._vectors)
-            rows = tokens * self._vectors
+            rows, index = self._far(method, prompt_tokens, new_tokens, n)
             if not self._elsewhere:
                 total += Memory(rows + index)
             elif not method.on_host:
@@ -104,6 +107,24 @@ class Needs:
         if isinstance(self.plan.method, KvStream) and self._elsewhere:
             total += Memory(0, tokens * self._vectors)  # of one layer at a time
         return total
+
+    def _far(self, method: Method, prompt: int, new: int, n: int) -> tuple[int, int]:
+        """Bytes of rows and of indexes of far contexts in one layer."""
+        if not self._in_segments(method):  # but in tensors, copied when they grow
+            tokens = n * (prompt + new) if new > self.window.block else prompt + n * new
+            return tokens * self._vectors, method.index_bytes(self._shape, tokens)
+        far = prompt - self.window.sinks - self.window.local
+        shared, own = most_held(max(0, far), new, self.window.block)
+        segments = [*shared, *(n * own)]
+        index = getattr(method, "index", None)
+        indexed = [size for size in segments if index and size >= index.shortest_indexed]
+        of_index = sum(method.index_bytes(self._shape, size) for size in indexed)
+        return sum(segments) * self._vectors, of_index
+
+    def _in_segments(self, method: Method) -> bool:
+        if isinstance(method, Full):
+            return not self._elsewhere
+        return isinstance(method, (CpuDense, Lsh, Scan))
 
     def reading(self, prompt_tokens: int) -> Memory:
         """Beside that, while the prompt is read, and then made far: some of its layers are there
