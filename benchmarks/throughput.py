@@ -191,7 +191,8 @@ class Bench:
             pairs = zip(costs, before, strict=True)
             moved += sum(now.search_bytes - then.search_bytes for now, then in pairs)
         cpu_busy, gpu_busy, between = busy(step)
-        on_host = runner.plan.method.on_host
+        there = [i for i in range(len(kvs[0].layers)) if runner.plan.of(i).on_host]
+        held = [kv.layers[i].nbytes for kv in kvs for i in there]
         by_cpu = any(isinstance(layer, NativeLayer) for layer in kvs[0].attention_layers)
         rows, tokens = sum(c.rows for c in costs), sum(c.tokens for c in costs)
         return Point(
@@ -209,7 +210,7 @@ class Bench:
             moved / whole / self.roof if by_cpu else None,
             rows / max(tokens, 1),
             torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
-            sum(kv.nbytes.rows + kv.nbytes.index for kv in kvs) if on_host else 0,
+            sum(each.rows + each.index for each in held),
         )
 
 
