@@ -75,6 +75,7 @@ def test_several_answers_are_numbered(model):
         (["-p", "x", "--context", "no.pig", "-f", "y"], "--context comes instead of --file"),
         (["-p", "x", "--context", "no.pig"], "'no.pig' cannot be read: No such file"),
         (["-p", "x", "--save-context", "a.pig"], "--save-context keeps the text of --file"),
+        (["-f", __file__, "--save-context", "no/a.pig"], "the folder 'no' for --save-context"),
         (["-p", "x" * 5000], "has 5"),  # both numbers: see test_too_long_a_prompt
     ],
 )
@@ -120,6 +121,14 @@ def test_a_context_is_saved_once_and_asked_twice(model, tmp_path):
     options = ["--num-tables", "30", "--bits-per-table", "5", "--dense-layers", "0"]
     only = run("--model", model, "-f", str(tmp_path / "a.txt"), "--save-context", saved, *options)
     assert (only.exit_code, only.stdout) == (0, "")
+    traced = run(
+        "--model", model, "-f", str(tmp_path / "a.txt"), "--save-context", saved, *options,
+        "--json", "--trace", str(tmp_path / "trace.json"),
+    )  # fmt: skip
+    kept = json.loads(traced.stdout)
+    assert (kept["context"], kept["completions"]) == (saved, [])
+    assert kept["context_tokens"] > 1000
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     asked = [
         run("--context", saved, "-p", "Which?", "--max-tokens", "12", "--json") for _ in range(2)
     ]

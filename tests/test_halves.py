@@ -1,6 +1,7 @@
 """Two halves of a batch by turns, and traces of what happens: here in the code that GPUs run."""
 
 import json
+import os
 import threading
 import time
 
@@ -186,10 +187,20 @@ def test_a_trace_is_written_after_an_error_too(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("name", ["no/such/folder/a.json", "."])
+@pytest.mark.parametrize("name", ["no/such/folder/a.json", ".", "pipe", "/proc/a.json"])
 def test_a_trace_that_cannot_be_written_is_refused_first(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
     result = CliRunner().invoke(
         app, ["generate", "--prompt", "x", "--model", "none", "--trace", str(tmp_path / name)]
     )
     assert result.exit_code == 1
     assert "trace" in result.stderr
+    assert not (tmp_path / "pipe").is_file()
+
+
+def test_a_trace_is_written_to_where_a_link_leads(tmp_path):
+    (tmp_path / "link.json").symlink_to("there.json")
+    with trace.recording(tmp_path / "link.json"):
+        pass
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "there.json").read_text())

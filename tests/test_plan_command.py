@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 from typer.testing import CliRunner
 from zoo import make_model
 
@@ -163,6 +164,14 @@ def test_json_has_all():
     assert report["best"] in [row["system"] for row in report["systems"]]
 
 
+def test_a_single_layer_is_dense(tmp_path):
+    config = make_model("llama").config
+    config.num_hidden_layers = 1
+    config.save_pretrained(tmp_path)
+    report = json.loads(run("--json", "--model", str(tmp_path)).stdout)
+    assert all(row["cpu_memory_bytes"] >= 0 for row in report["systems"])
+
+
 def test_any_folder_is_a_model(tmp_path):
     make_model("llama").config.save_pretrained(tmp_path)
     report = json.loads(run("--json", "--model", str(tmp_path)).stdout)
@@ -179,9 +188,19 @@ def test_any_folder_is_a_model(tmp_path):
         (["--model", "no/such/model"], "is neither here nor on the hub"),
         (["--cpu-bandwidth", "fast"], "--cpu-bandwidth must be a number and a unit"),
         (["--lsh-share", "2"], "--lsh-share must be above 0"),
+        (["--gpu", "none", "--gpu-memory", "24GiB"], "--gpu-memory limits a GPU"),
+        (["--cpu-memory", "9" * 400], "--cpu-memory must be a number and a unit"),
+        (["--model", "all-sliding"], "has no layer that attends to a whole context"),
+        (["--model", "mamba"], "has no attention to be quicker at"),
+        (["--model", "smollm2"], "is not here yet: `magicpig pull smollm2` fetches it"),
     ],
 )
-def test_what_is_wrong_is_said(arguments, message):
+def test_what_is_wrong_is_said(monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MAGICPIG_CACHE", str(tmp_path / "cache"))
+    window = {"sliding_window": 64, "num_hidden_layers": 2}
+    AutoConfig.for_model("mistral", **window).save_pretrained("all-sliding")
+    AutoConfig.for_model("mamba", num_hidden_layers=2).save_pretrained("mamba")
     result = run(*arguments)
     assert result.exit_code == 1
     assert message in result.stderr

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
+
+
+def check_file(path: Path, what: str) -> None:
+    """Raises unless a file can be written there: before the work, not after it."""
+    name = repr(str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {str(path.parent)!r} for {what} does not exist")
+    if path.is_dir():
+        raise IsADirectoryError(f"{name} is a folder: name a file for {what}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{name} is no ordinary file: name another for {what}")
+    try:
+        tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        raise PermissionError(
+            f"{name} for {what} cannot be written ({error.strerror}): name another"
+        ) from None
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file under another name first, so that nobody ever finds half of it."""
+    path = path.resolve()  # a link stays one
     temporary = path.with_name(f".{path.name}.partial")
     try:
         temporary.write_bytes(data)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from magicpig.attention.gpu import has_triton
-from magicpig.files import write_whole
+from magicpig.files import check_file, write_whole
 
 CPU, GPU = 1, 2  # "processes" of a trace
 
@@ -159,14 +159,6 @@ def device_stamps(stamps: torch.Tensor, spans: list[str | None]) -> None:
         _current.device_stamps(stamps, spans)
 
 
-def check_path(path: Path) -> None:
-    """Raises where a trace could not be written."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} for the trace does not exist")
-    if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder: name a file for the trace")
-
-
 @contextmanager
 def recording(path: Path | str) -> Iterator[Trace]:
     """Writes what happens inside to a file, at the end. One at a time."""
@@ -174,7 +166,7 @@ def recording(path: Path | str) -> Iterator[Trace]:
     if _current is not None:
         raise RuntimeError("a trace is being recorded already")
     path = Path(path)
-    check_path(path)
+    check_file(path, "the trace")
     _current = Trace()
     try:
         yield _current

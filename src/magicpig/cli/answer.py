@@ -76,7 +76,7 @@ def _method(known: dict[str, Any], options: dict[str, Any]) -> Method:
 
 
 def known_context(
-    llm: LLM, document: Document, context: Path | None, save_context: Path | None
+    llm: LLM, document: Document, context: Path | None, save_context: Path | None, shown: Shown
 ) -> Context | None:
     """The saved context; or the document, read now and saved; or nothing."""
     if context:
@@ -84,8 +84,13 @@ def known_context(
     if not save_context:
         return None
     token_ids, _ = document.parts(llm.tokenizer, "")
-    with reading_bar(len(token_ids)) as read:
-        known = Context.read(llm, document, lambda event: read(event.prefilled))
+    try:
+        with reading_bar(len(token_ids)) as read:
+            known = Context.read(llm, document, lambda event: read(event.prefilled))
+    except KeyboardInterrupt:
+        if shown is Shown.AS_JSON:
+            print_interrupted([])
+        raise
     known.save(llm, save_context)
     console.print(f"{len(token_ids):,} tokens kept in {save_context}", style="dim")
     return known
@@ -107,6 +112,12 @@ def answer(
         print_numbered([completion.text for completion in generation.completions])
     console.print(summary(generation), style="dim", soft_wrap=True)
     return generation
+
+
+def print_interrupted(texts: list[str]) -> None:
+    """For --json."""
+    parts = [{"text": text, "finish": "abort"} for text in texts]
+    print(json.dumps({"interrupted": True, "completions": parts}, ensure_ascii=False))
 
 
 def print_numbered(texts: list[str]) -> None:
@@ -139,8 +150,7 @@ def generated(
             generation = llm.generate_from(prompt_ids, params, known, on_event)
     except KeyboardInterrupt:
         if shown is Shown.AS_JSON:
-            parts = [{"text": text, "finish": "abort"} for text in texts]
-            print(json.dumps({"interrupted": True, "completions": parts}, ensure_ascii=False))
+            print_interrupted(texts)
         elif not streamed and any(texts):
             print_numbered(texts)
         raise
@@ -195,6 +205,11 @@ def summary(generation: Generation) -> str:
         f"window {_megabytes(window)}",
     ]
     return " · ".join(parts)
+
+
+def kept_as_dict(known: Context, path: Path | None) -> dict[str, Any]:
+    """For --json, of a text that was kept and not asked about."""
+    return {"context": str(path), "context_tokens": known.kv.num_tokens, "completions": []}
 
 
 def as_dict(generation: Generation) -> dict[str, Any]:

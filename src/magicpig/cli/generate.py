@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from magicpig.cli.inputs import layer_list, prompt_of
+from magicpig.files import check_file
 
 PROMPT, SAMPLING, ATTENTION, OUTPUT = "Prompt", "Sampling", "Attention", "Machine and output"
 
@@ -95,10 +96,10 @@ def generate(
     document, question = prompt_of(prompt, file or [], system, raw, context, save_context)
     from magicpig.cli import answer
     from magicpig.engine.params import SamplingParams
-    from magicpig.trace import check_path, recording
+    from magicpig.trace import recording
 
     if trace:
-        check_path(trace)
+        check_file(trace, "the trace")
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -128,18 +129,21 @@ def generate(
     gc.enable()
     if truncate_left:
         document = document.cut_left(llm.tokenizer, question, llm.max_length - max_tokens)
-    known = answer.known_context(llm, document, context, save_context)
-    if known is None:
-        first, rest = document.parts(llm.tokenizer, question)
-        prompt_ids = first + rest
-    elif question:
-        prompt_ids = known.prompt_ids(llm, question)
-    else:
-        return  # the text was to be kept, and is
-    kv = None if known is None else known.kv
+    shown = answer.Shown.AS_JSON if as_json else answer.Shown.AS_TEXT
     with recording(trace) if trace else nullcontext():
+        known = answer.known_context(llm, document, context, save_context, shown)
+        if known is None:
+            first, rest = document.parts(llm.tokenizer, question)
+            prompt_ids = first + rest
+        elif question:
+            prompt_ids = known.prompt_ids(llm, question)
+        else:  # the text was to be kept, and is
+            if as_json:
+                print(json.dumps(answer.kept_as_dict(known, save_context or context)))
+            return
+        kv = None if known is None else known.kv
         if as_json:
-            generation = answer.generated(llm, prompt_ids, params, kv, answer.Shown.AS_JSON)
+            generation = answer.generated(llm, prompt_ids, params, kv, shown)
             print(json.dumps(answer.as_dict(generation), ensure_ascii=False))
         else:
             answer.answer(llm, prompt_ids, params, kv)

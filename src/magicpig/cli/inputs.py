@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from magicpig.files import check_file
+
 if TYPE_CHECKING:
     from magicpig.document import Document
 
@@ -30,6 +32,8 @@ def prompt_of(
         )
     if save_context and not files:
         raise ValueError("--save-context keeps the text of --file: name one")
+    if save_context:
+        check_file(save_context, "--save-context")
     if prompt is None and not files:
         if sys.stdin.isatty():
             print("magicpig: reading the prompt; end it with Ctrl-D", file=sys.stderr)

@@ -36,7 +36,7 @@ def plan(
     ] = None,
     cpu_memory: Annotated[str | None, typer.Option(help="Like 256GiB. (enough)")] = None,
     cores: Annotated[int | None, typer.Option(help="CPU cores. (all)", min=1)] = None,
-    batch: Annotated[int, typer.Option(help="Largest batch of interest.", min=1)] = 256,
+    batch: Annotated[int, typer.Option(help="Largest batch of interest.", min=1, max=4096)] = 256,
     lsh_share: Annotated[
         float, typer.Option(help="Of the keys, read by lsh; the paper says 0.02.")
     ] = 0.035,
@@ -76,6 +76,8 @@ def plan(
         )
     ]
     chosen_gpu = None if gpu.lower() == "none" else named(gpu, GPUS, "--gpu")
+    if gpu_memory and not chosen_gpu:
+        raise ValueError("--gpu-memory limits a GPU, and --gpu is none: leave one of them out")
     machine = Machine(chosen_gpu, named(cpu, CPUS, "--cpu"))
     if here:
         machine = measured(machine)

@@ -63,7 +63,7 @@ def parse_bytes(name: str, value: int | str) -> int:
     if match:
         base, power = 1024.0 if match[3] else 1000.0, " kmgt".index(match[2] or " ")
         nbytes = float(match[1]) * base**power
-    if nbytes < 1:
+    if not 1 <= nbytes < 2**63:
         raise ValueError(f"{name} must be a number and a unit, like 24GiB or 48GB, not {value!r}")
     return int(nbytes)
 

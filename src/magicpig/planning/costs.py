@@ -139,8 +139,12 @@ class KvStream(System):
 class Hybrid(System):
     """The far context in the CPU's memory, and attended to by it."""
 
-    dense_layers = DENSE_LAYERS
+    dense = DENSE_LAYERS
     index_share = 0.0  # bytes of the index, of the rows'
+
+    @property
+    def dense_layers(self) -> int:
+        return min(self.dense, self.model.layers)
 
     def on_cpu(self, batch: int) -> Step:
         """A step of a machine without a GPU."""
@@ -210,7 +214,7 @@ class Hybrid(System):
 
 class CpuDense(Hybrid):
     name = "cpu-dense"
-    dense_layers = 0
+    dense = 0
 
 
 class Lsh(Hybrid):

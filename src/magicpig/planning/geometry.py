@@ -112,10 +112,15 @@ def geometry_of(name: str) -> ModelGeometry:
     from transformers import AutoModelForCausalLM
 
     from magicpig.engine.memory import heads_of
+    from magicpig.engine.runner import check_supported
     from magicpig.hf.cache import full_attention_layers
 
     config = config_of(name)
     text = config.get_text_config(decoder=True)
+    check_supported(text)
+    layers = full_attention_layers(config)
+    if not layers:
+        raise ValueError(f"--model {name!r} has no layer that attends to a whole context")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     embedded = model.get_input_embeddings()
@@ -125,7 +130,7 @@ def geometry_of(name: str) -> ModelGeometry:
     kv_heads, dim = heads_of(text)
     return ModelGeometry(
         name,
-        len(full_attention_layers(config)),
+        len(layers),
         text.hidden_size,
         getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         text.num_attention_heads,
@@ -146,6 +151,8 @@ def config_of(name: str) -> Any:
         kind, fields = KNOWN[name.lower()]
         return AutoConfig.for_model(kind, **fields)
     folder = str(cache_folder() / name) if name in BUILTIN else name
+    if name in BUILTIN and not (cache_folder() / name).is_dir():
+        raise ValueError(f"--model {name!r} is not here yet: `magicpig pull {name}` fetches it")
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
