@@ -1,5 +1,7 @@
 """Memory budgets: what requests need of the host's memory and of a GPU's, and what fits."""
 
+import time
+
 import pytest
 import torch
 from zoo import loaded, make_model
@@ -21,21 +23,30 @@ def codes_of(tokens):
     return KV_HEADS * (-(-tokens // 16) * 16 * (DIM * 2 // 8 + 8) + 2 * 4 * DIM)  # and means
 
 
-def needs(method, device, name="llama", dense=()):
+def needs(method, device, name="llama", dense=(), block=16):
     config = make_model(name).config
     plan = make_plan(method, LAYERS, dense_layers=dense)
-    return Needs(config, plan, WINDOW, torch.bfloat16, device, 512)
+    return Needs(config, plan, WindowConfig(4, 8, block), torch.bfloat16, device, 512)
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("24GiB", 24 * 2**30), ("48GB", 48e9), (" 1.5 tb", 1.5e12), (7, 7), ("64mib", 2**26)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("48GB", 48e9),
+        (" 1.5 tb", 1.5e12),
+        (7, 7),
+        ("64mib", 2**26),
+        (2**63 - 1, 2**63 - 1),
+    ],
 )
 def test_sizes_are_read(text, value):
     assert parse_bytes("x", text) == value
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1GB", "0GB", "1.2.3GB", "GB", 0, "300GB/s"])
+@pytest.mark.parametrize(
+    "text", ["", "9" * 400, "much", "-1GB", "0GB", "1.2.3GB", "GB", 0, "300GB/s"]
+)
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="x must be a number and a unit"):
         parse_bytes("x", text)
@@ -81,7 +92,7 @@ def test_prompts_take_more_while_they_are_read():
 
 def test_dense_layers_count_on_the_gpu():
     sparse, dense = (needs("lsh:4:12", GPU, dense=d).of(1000, 100) for d in ((), (0, 2)))
-    assert dense.device - sparse.device == 2 * 1100 * VECTORS
+    assert dense.device - sparse.device == 2 * (1000 - 4 - 8 + 98) * VECTORS
     assert dense.host < sparse.host
     full = needs("full", GPU).of(1000, 100)
     assert full.host == 0
@@ -100,6 +111,28 @@ def test_completions_share_a_prompt():
     assert four.device > one.device
     one, four = (needs("full", GPU).of(1000, 100, n) for n in (1, 4))
     assert four.device > 3.9 * one.device  # tensors are copied when they grow
+    one, four = (needs("full", GPU).of(1000, 30, n) for n in (1, 4))
+    assert four.device < 1.5 * one.device
+    for method in ("streaming", "h2o:20%"):
+        assert (
+            needs(method, CPU).of(1000, 100, 8).host
+            < needs("topk:2%", CPU).of(1000, 100, 8).host / 3
+        )
+
+
+@pytest.mark.parametrize("method", ["full", "lsh:4:12", "scan:2:1%", "topk:2%"])
+def test_needs_are_known_at_once(method):
+    start = time.perf_counter()
+    for tokens in ((4000, 1_000_000, 64), (1000, 2**31 - 2000, 1)):
+        needs(method, GPU).of(*tokens)
+    assert time.perf_counter() - start < 2
+
+
+def test_prompts_that_are_made_far_early_are_merged_earlier():
+    asked = {device: needs("cpu-dense", device, block=256) for device in (CPU, GPU)}
+    for new, apart in ((1000, False), (13_000, True)):
+        here, there = (asked[d].of(20_600, new, 8).host for d in (CPU, GPU))
+        assert (there > 1.2 * here) is apart
 
 
 @pytest.mark.parametrize("far", [0, 5, 200, 1000, 5000, 65536, 70000, 200_000])

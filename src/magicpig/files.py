@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 
@@ -17,17 +16,26 @@ def check_file(path: Path, what: str) -> None:
     if path.exists() and not path.is_file():
         raise ValueError(f"{name} is no ordinary file: name another for {what}")
     try:
-        tempfile.TemporaryFile(dir=path.resolve().parent).close()
-    except OSError as error:
+        trial = _partial(path.resolve())
+        trial.open("xb").close()
+        trial.unlink()
+    except FileExistsError:  # somebody is writing to it
+        pass
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise PermissionError(
-            f"{name} for {what} cannot be written ({error.strerror}): name another"
+            f"{name} for {what} cannot be written ({reason}): name another"
         ) from None
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file under another name first, so that nobody ever finds half of it."""
     path = path.resolve()  # a link stays one
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = _partial(path)
     try:
         temporary.write_bytes(data)
         os.replace(temporary, path)

@@ -29,6 +29,11 @@ class Method(Strict, ABC):
     keeps_all: ClassVar[bool] = True
     on_host: ClassVar[bool] = False
 
+    @property
+    def kept_share(self) -> float:
+        """Of the far tokens, that are kept."""
+        return 1.0
+
     @abstractmethod
     def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:
         """An empty sequence in a model's layer."""

@@ -69,6 +69,10 @@ class H2O(TensorMethod):
     def __post_init__(self) -> None:
         check_share("budget", self.budget)
 
+    @property
+    def kept_share(self) -> float:
+        return self.budget
+
     def new_state(self, layer: TensorLayer) -> Mass:
         none = torch.zeros(layer.shape.num_kv_heads, 0, device=layer.shape.device)
         return Mass(none, none)

@@ -21,6 +21,7 @@ class Streaming(TensorMethod):
 
     name: ClassVar[str] = "streaming"
     keeps_all: ClassVar[bool] = False
+    kept_share = 0.0
 
     def grown(self, layer: TensorLayer, keys: Tensor, values: Tensor) -> FarTokens:
         return layer.far

@@ -57,7 +57,7 @@ class Engine:
         """
         self._check(prompt_ids, known)
         new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
-        needed = self.runner.needs.of(len(prompt_ids), new_tokens, params.n)
+        needed = self.runner.needs.of(len(prompt_ids), new_tokens, params.n, known is not None)
         reading = self.runner.needs.reading(len(prompt_ids))
         request = Request(
             next(self._ids), list(prompt_ids), params, needed, reading, known, keep_prompt

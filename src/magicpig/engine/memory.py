@@ -5,7 +5,9 @@ Two kinds are counted apart: the host's, and that of the model's device where it
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,7 @@ from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import Plan
 from magicpig.attention.scan import Scan
 from magicpig.config import WindowConfig, draws_on_gpus
-from magicpig.engine.growth import most_held
+from magicpig.engine.growth import most_held, pieces
 from magicpig.kv.base import LayerShape
 from magicpig.kv.seats import ROOM
 
@@ -63,9 +65,9 @@ def parse_bytes(name: str, value: int | str) -> int:
     if match:
         base, power = 1024.0 if match[3] else 1000.0, " kmgt".index(match[2] or " ")
         nbytes = float(match[1]) * base**power
-    if not 1 <= nbytes < 2**63:
+    if not 1 <= nbytes <= 2**63:
         raise ValueError(f"{name} must be a number and a unit, like 24GiB or 48GB, not {value!r}")
-    return int(nbytes)
+    return min(int(nbytes), 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,16 @@ class Needs:
     device: torch.device
     part_tokens: int
 
-    def of(self, prompt_tokens: int, new_tokens: int, n: int = 1) -> Memory:
+    def of(self, prompt_tokens: int, new_tokens: int, n: int = 1, known: bool = False) -> Memory:
         """Of n completions of a prompt, till they end; they share its far context, until it is
-        merged or grows."""
+        merged or grows.
+
+        known: whether it goes on from tokens that were read before, some of which may be near.
+        """
         total, tokens = Memory(), prompt_tokens + n * new_tokens
+        # When the last token is chosen there is no need to move the others.
+        moved = max(0, new_tokens - 2 + (self.window.block - 1 if known else 0))
+        held: dict[Method, tuple[int, int]] = {}
         for i, layer in enumerate(DynamicCache(config=self.config).layers):
             window = self.window.sinks + self.window.local + 2 * self.window.block
             if type(layer) is DynamicSlidingWindowLayer:
@@ -96,7 +104,9 @@ class Needs:
             method = self.plan.of(i)
             room = 3 * window // 2 + ROOM if self._elsewhere else window  # windows grow by steps
             total += self._near(n * min(tokens + ROOM, room) * self._vectors)
-            rows, index = self._far(method, prompt_tokens, new_tokens, n)
+            if method not in held:
+                held[method] = self._far(method, prompt_tokens, moved, n)
+            rows, index = held[method]
             if not self._elsewhere:
                 total += Memory(rows + index)
             elif not method.on_host:
@@ -108,18 +118,29 @@ class Needs:
             total += Memory(0, tokens * self._vectors)  # of one layer at a time
         return total
 
-    def _far(self, method: Method, prompt: int, new: int, n: int) -> tuple[int, int]:
-        """Bytes of rows and of indexes of far contexts in one layer."""
+    def _far(self, method: Method, prompt: int, moved: int, n: int) -> tuple[int, int]:
+        """Bytes of rows and of indexes of far contexts in one layer.
+
+        moved: new tokens that may have to leave the window.
+        """
+        far, shape = max(0, prompt - self.window.sinks - self.window.local), self._shape
+        block = self.window.block
         if not self._in_segments(method):  # but in tensors, copied when they grow
-            tokens = n * (prompt + new) if new > self.window.block else prompt + n * new
-            return tokens * self._vectors, method.index_bytes(self._shape, tokens)
-        far = prompt - self.window.sinks - self.window.local
-        shared, own = most_held(max(0, far), new, self.window.block)
-        segments = [*shared, *(n * own)]
+            grown = n * (far + moved) if moved >= 2 * block else far
+            tokens = math.ceil(method.kept_share * grown)
+            return tokens * self._vectors, method.index_bytes(shape, tokens)
+        lsh = isinstance(method, Lsh)
+        prompts = tuple(pieces(far, self._elsewhere and (far >= LONGEST_SEGMENT or not lsh)))
+        segments = Counter(prompts)
+        for size, count in Counter(most_held(prompts, moved // block, block)).items():
+            segments[size] += n * count
         index = getattr(method, "index", None)
-        indexed = [size for size in segments if index and size >= index.shortest_indexed]
-        of_index = sum(method.index_bytes(self._shape, size) for size in indexed)
-        return sum(segments) * self._vectors, of_index
+        of_index = sum(
+            count * method.index_bytes(shape, size)
+            for size, count in segments.items()
+            if index and size >= index.shortest_indexed
+        )
+        return sum(size * count for size, count in segments.items()) * self._vectors, of_index
 
     def _in_segments(self, method: Method) -> bool:
         if isinstance(method, Full):

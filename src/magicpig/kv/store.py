@@ -104,7 +104,8 @@ def _described(sequence: SequenceKV) -> tuple[list[dict[str, Any]], list[Bytes]]
 @contextmanager
 def _replacing(path: Path, needed_bytes: int) -> Iterator[BinaryIO]:
     """A file to write to, which takes the path's place when all went well."""
-    folder = path.absolute().parent
+    path = path.resolve()  # a link stays one
+    folder = path.parent
     if not folder.is_dir():
         raise StoreError(f"{str(folder)!r} is not a folder: {path.name!r} cannot be written there")
     free = shutil.disk_usage(folder).free
