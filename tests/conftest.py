@@ -54,6 +54,12 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
+def short_parts(monkeypatch):
+    """Prompts are read in many parts."""
+    monkeypatch.setattr("magicpig.engine.runner.PREFILL_TOKENS", 32)
+
+
+@pytest.fixture
 def interrupted(monkeypatch):
     """Ctrl-C comes in the n-th call of one of the runner's methods."""
 

@@ -8,36 +8,13 @@ import pytest
 import torch
 from zoo import CONFIGS, loaded, make_model, make_tokenizer
 
-from magicpig import LSHConfig, WindowConfig
+from magicpig import LSHConfig
 from magicpig.config import UnsupportedModel
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sequence import Finish
 from magicpig.llm import LLM
 from magicpig.models import LoadedModel
-
-SMALL = WindowConfig(sinks=2, local=6, block=16)
-PROMPTS = [[5, 6, 7] * 20, [9], list(range(10, 250)), [44, 45]]
-
-
-def make_llm(name="llama", method="full", **arguments):
-    return LLM(loaded(name), method=method, window=SMALL, **arguments)
-
-
-def greedy(max_tokens=30, **fields):
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
-
-
-def collect(llm, requests):
-    """Tokens of each request's completions, in order."""
-    for _ in llm.run(requests):
-        pass
-    return [[s.token_ids for s in request.sequences] for request in requests]
-
-
-@pytest.fixture
-def short_parts(monkeypatch):
-    """Prompts are read in many parts."""
-    monkeypatch.setattr("magicpig.engine.runner.PREFILL_TOKENS", 32)
+from tests.engines import PROMPTS, collect, greedy, make_llm
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gemma2"])
@@ -101,58 +78,6 @@ def test_abort_at_any_time(short_parts):
         assert finishes == [Finish.ABORT, Finish.ABORT]
         assert collect(llm, [other]) == expected
         assert not llm.engine.has_work
-
-
-def test_a_prompt_that_fails_fails_alone(monkeypatch):
-    llm = make_llm()
-    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
-    prefill = llm.engine.runner.prefill
-
-    def failing(state):
-        if len(state.prompt_ids) == 240:
-            raise RuntimeError("out of luck")
-        return prefill(state)
-
-    monkeypatch.setattr(llm.engine.runner, "prefill", failing)
-    bad = llm.engine.add(PROMPTS[2], greedy(n=2))
-    good = llm.engine.add(PROMPTS[0], greedy())
-    events = list(llm.run([bad, good]))
-    errors = [event for event in events if event.error]
-    assert [(e.request_id, e.index, str(e.error)) for e in errors] == [
-        (bad.id, 0, "out of luck"),
-        (bad.id, 1, "out of luck"),
-    ]
-    assert [[s.token_ids for s in good.sequences]] == expected
-    with pytest.raises(RuntimeError, match="out of luck"):
-        llm.generate([PROMPTS[2], PROMPTS[0]], greedy())
-
-
-def test_numbers_that_are_not_finite_fail_alone():
-    llm = make_llm()
-    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
-    embedding = llm.engine.runner.model.get_input_embeddings().weight
-    with torch.no_grad():
-        embedding[299] = float("nan")  # in a prompt, so prefill meets it
-    bad = llm.engine.add([299, 5, 6], greedy())
-    good = llm.engine.add(PROMPTS[0], greedy())
-    finishes = {e.request_id: e.finish for e in llm.run([bad, good]) if e.finish}
-    assert finishes == {bad.id: Finish.ERROR, good.id: Finish.LENGTH}
-    assert [[s.token_ids for s in good.sequences]] == expected
-
-
-def test_a_step_that_fails_ends_what_took_part_and_no_more(monkeypatch):
-    llm = make_llm()
-    first = llm.engine.add(PROMPTS[0], greedy())
-    for _ in range(5):
-        llm.engine.step()
-    decode = llm.engine.runner.decode
-    monkeypatch.setattr(llm.engine.runner, "decode", lambda *_: 1 / 0)
-    events = llm.engine.step()
-    assert [event.finish for event in events] == [Finish.ERROR]
-    assert isinstance(events[0].error, ZeroDivisionError)
-    assert first.sequences[0].token_ids
-    monkeypatch.setattr(llm.engine.runner, "decode", decode)
-    assert len(collect(llm, [llm.engine.add(PROMPTS[1], greedy())])[0][0]) == 30
 
 
 def test_bad_requests_are_refused_with_numbers():
@@ -220,72 +145,6 @@ def test_streams_can_be_read_in_turns():
     assert not llm.engine.has_work
 
 
-def test_an_interrupt_ends_what_took_part_and_no_more(monkeypatch, short_parts):
-    llm = make_llm()
-    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
-    waiting = None
-    for in_prefill in (True, False):
-        request = llm.engine.add(PROMPTS[2], greedy(n=2))
-        for _ in range(3 if in_prefill else 12):
-            llm.engine.step()
-        waiting = llm.engine.add(PROMPTS[0], greedy())
-        attend, calls = "magicpig.hf.cache.exact_attention" if in_prefill else STEP, []
-
-        def interrupt(*_, calls=calls):
-            calls.append(1)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(attend, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                llm.engine.step()
-        assert calls
-        events = llm.engine.step()
-        ended = [event for event in events if event.request_id == request.id]
-        assert [event.finish for event in ended] == [Finish.ERROR] * 2
-        assert collect(llm, [waiting]) == expected
-
-
-STEP = "magicpig.engine.runner.step"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize(
-    ("steps", "place"),
-    [(0, "runner.begin"), (0, "scheduler.start"), (0, "_choose"), (3, "_choose"), (3, "_take")],
-)
-def test_an_error_anywhere_in_a_step_ends_what_took_part(monkeypatch, error, steps, place):
-    llm = make_llm()
-    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
-    request = llm.engine.add(PROMPTS[0], greedy(n=2))
-    events = [event for _ in range(steps) for event in llm.engine.step()]
-    waiting = llm.engine.add(PROMPTS[0], greedy()) if steps == 0 else None
-    *path, name = place.split(".")
-    owner = getattr(llm.engine, path[0]) if path else llm.engine
-    real = getattr(owner, name)
-
-    def fail(*arguments):
-        if name == "_take":
-            real(*arguments)
-        raise error("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        if error is KeyboardInterrupt:
-            with pytest.raises(KeyboardInterrupt):
-                llm.engine.step()
-        else:
-            events += llm.engine.step()
-    events += llm.engine.news()
-    ended = [e for e in events if e.request_id == request.id and e.finish]
-    assert [event.finish for event in ended] == [Finish.ERROR] * 2
-    assert all(isinstance(event.error, error) for event in ended)
-    waiting = waiting or llm.engine.add(PROMPTS[0], greedy())
-    assert collect(llm, [waiting]) == expected
-    assert not llm.engine.has_work
-    assert not llm.engine.scheduler._let_in
-
-
 def test_threads_may_share_an_llm():
     llm = make_llm(method="lsh", lsh=LSHConfig(4, 30, exact_below=16))
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=5, ignore_eos=True)
@@ -312,14 +171,6 @@ def test_news_of_a_request_wait_until_it_is_asked_for():
     assert not llm._inboxes
 
 
-def test_a_callback_that_fails_leaves_nothing_behind():
-    llm = make_llm()
-    with pytest.raises(ZeroDivisionError) as kept:  # with its traceback, and all that hangs on it
-        llm.generate(PROMPTS[:2], greedy(), lambda event: 1 / 0)
-    assert kept.value
-    assert not llm.engine.has_work
-
-
 def test_a_request_may_be_ended_by_its_own_events():
     llm = make_llm()
     for prompt, after in ((PROMPTS[2] * 5, 0), (PROMPTS[0], 5)):
@@ -333,18 +184,6 @@ def test_a_request_may_be_ended_by_its_own_events():
         generation = llm.generate([prompt], greedy(n=2), end)[0]
         assert [c.finish for c in generation.completions] == [Finish.ABORT] * 2
         assert not llm.engine.has_work
-
-
-def test_a_sampler_or_detokenizer_that_fails_fails_alone(monkeypatch):
-    llm = make_llm()
-    expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])
-    for part, name in (("sampler", "choose"), ("detokenizer", "push")):
-        bad, good = llm.engine.add(PROMPTS[3], greedy()), llm.engine.add(PROMPTS[0], greedy())
-        for _ in range(4):
-            llm.engine.step()
-        monkeypatch.setattr(getattr(bad.sequences[0], part), name, lambda _: 1 / 0)
-        assert [collect(llm, [good])] == [expected]
-        assert bad.sequences[0].finish == Finish.ERROR
 
 
 def test_prompts_are_read_in_parts_of_bounded_size():

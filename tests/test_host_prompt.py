@@ -5,7 +5,7 @@ import torch
 from zoo import loaded
 
 from magicpig import LLM, SamplingParams, WindowConfig
-from magicpig.kv import hybrid_layer
+from magicpig.kv import segments
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.prompt import Prompt
@@ -92,8 +92,8 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
     """All tokens are there, and in order, whenever the first ones were indexed; few are left."""
     for name in ("lsh", "scan", "cpu_dense"):
         monkeypatch.setattr(f"magicpig.attention.{name}.new_layer", HybridLayer)
-    monkeypatch.setattr(hybrid_layer, "FULL_SEGMENT", 32)
-    monkeypatch.setattr(hybrid_layer, "LEAST_EARLY", 8)
+    monkeypatch.setattr(segments, "LONGEST", 32)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 8)
     prompt = [i * 7 % 200 + 3 for i in range(length)]
     found, built = [], []
     build = HybridLayer.build_early
@@ -123,8 +123,8 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
 
 def test_a_segment_that_fails_ends_its_request(monkeypatch):
     monkeypatch.setattr("magicpig.attention.scan.new_layer", HybridLayer)
-    monkeypatch.setattr(hybrid_layer, "FULL_SEGMENT", 32)
-    monkeypatch.setattr(hybrid_layer, "LEAST_EARLY", 8)
+    monkeypatch.setattr(segments, "LONGEST", 32)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 8)
     llm = llm_for("llama", "scan:2:20%", True)
 
     def fails(*_):

@@ -9,6 +9,7 @@ from magicpig.attention.base import Method
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.hybrid_layer import new_layer
+from magicpig.kv.segments import LONGEST
 from magicpig.reference import padded
 
 
@@ -41,5 +42,5 @@ class Lsh(Method):
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
         borders = 4 * self.num_tables * (1 + (1 << self.bits_per_table))
         segment = borders + 4 * padded(shape.head_dim) + 256  # a mean, and where parts begin
-        segments = -(-tokens // 65536)
+        segments = -(-tokens // LONGEST)
         return shape.num_kv_heads * (tokens * (2 * self.num_tables + 4) + segments * segment)

@@ -9,6 +9,7 @@ from magicpig.attention.base import Method
 from magicpig.config import ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.hybrid_layer import new_layer
+from magicpig.kv.segments import LONGEST
 from magicpig.reference import padded
 
 
@@ -45,6 +46,6 @@ class Scan(Method):
         return new_layer(shape, self.index, window)
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
-        dim, segments = padded(shape.head_dim), -(-tokens // 65536)
+        dim, segments = padded(shape.head_dim), -(-tokens // LONGEST)
         key = 4 * -(-dim * self.bits_per_dim // 32) + 8
         return shape.num_kv_heads * (-(-tokens // 16) * 16 * key + segments * 8 * dim)

@@ -139,7 +139,7 @@ class Engine:
             self._choose(request.sequences, logits.expand(request.params.n, -1), events)
         except BaseException as error:  # whatever it is, other requests go on
             events += self._end(request, Finish.ERROR, error)
-            self._go_on(error, events)
+            self._raise_interrupt(error, events)
         return events
 
     def _start(self, request: Request, kv: SequenceKV) -> None:
@@ -160,11 +160,11 @@ class Engine:
         except BaseException as error:  # layers may have gone different ways: none can go on
             left = [s for s in running if s.finish is None]
             events += [self._finished(s, Finish.ERROR, error=error) for s in left]
-            self._go_on(error, events)
+            self._raise_interrupt(error, events)
         return events
 
-    def _go_on(self, error: BaseException, events: list[Event]) -> None:
-        """After an error that ended requests. An interrupt is raised; the next step tells."""
+    def _raise_interrupt(self, error: BaseException, events: list[Event]) -> None:
+        """Unless the error is one that others go on after. What it ended, the next step tells."""
         if not isinstance(error, Exception):
             self._late += events
             raise error

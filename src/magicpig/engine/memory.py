@@ -22,19 +22,16 @@ from magicpig.attention.kv_stream import KvStream
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import Plan
 from magicpig.attention.scan import Scan
-from magicpig.config import WindowConfig, draws_on_gpus
-from magicpig.engine.growth import most_held, pieces
+from magicpig.config import IndexConfig, WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
 from magicpig.kv.seats import ROOM
+from magicpig.kv.segments import LONGEST, early_pieces, most_held, pieces
 
 SHARE = 0.9  # of the memory that is free, for keys, values and indexes
 AT_HAND = 3  # layers' worth of a prompt on the device: as it comes, as it is kept, and of the next
 FINISHED_AT_ONCE = 3  # layers of a prompt in host memory, made far
 FINISHED = 2  # layers' worth of memory that it takes to make one far, on the device
-HASHED, LONGEST_SEGMENT = (
-    12_000,
-    65_536,
-)  # bytes of a key on the device while it is hashed and sorted
+HASHED = 12_000  # bytes of a key on the device while it is hashed and sorted
 LIBRARIES = 600_000_000  # bytes that CUDA and its libraries take of a GPU
 
 
@@ -129,12 +126,11 @@ class Needs:
             grown = n * (far + moved) if moved >= 2 * block else far
             tokens = math.ceil(method.kept_share * grown)
             return tokens * self._vectors, method.index_bytes(shape, tokens)
-        lsh = isinstance(method, Lsh)
-        prompts = tuple(pieces(far, self._elsewhere and (far >= LONGEST_SEGMENT or not lsh)))
-        segments = Counter(prompts)
-        for size, count in Counter(most_held(prompts, moved // block, block)).items():
+        index: IndexConfig | None = getattr(method, "index", None)
+        of_prompt = tuple(early_pieces(far, index) if self._elsewhere else pieces(far))
+        segments = Counter(of_prompt)
+        for size, count in Counter(most_held(of_prompt, moved // block, block)).items():
             segments[size] += n * count
-        index = getattr(method, "index", None)
         of_index = sum(
             count * method.index_bytes(shape, size)
             for size, count in segments.items()
@@ -173,7 +169,7 @@ class Needs:
         text = self.config.get_text_config(decoder=True)
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         widths = 8 * text.hidden_size + 3 * intermediate
-        hashed = HASHED * LONGEST_SEGMENT if isinstance(self.plan.method, Lsh) else 0
+        hashed = HASHED * LONGEST if isinstance(self.plan.method, Lsh) else 0
         return int(self.part_tokens * widths * self.dtype.itemsize) + hashed
 
     def _codes_there(self, layer: int) -> bool:

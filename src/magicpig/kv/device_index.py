@@ -17,16 +17,16 @@ from magicpig.attention.gpu import has_triton
 from magicpig.config import LSHConfig
 from magicpig.kv.courier import courier, current
 from magicpig.kv.layer import LayerKV
+from magicpig.kv.segments import LONGEST
 
-MAX_TOKENS = 65536  # of a segment
 AT_MEAN = 1e-4  # nearer to the mean than this share of its norm, a key has no direction
 MAX_NORM = 1e18
 
 
 def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor) -> None:
     """Adds tokens [num_kv_heads, tokens, head_dim], wherever they are; the device hashes them."""
-    for first in range(0, keys.shape[1], MAX_TOKENS):
-        part = slice(first, first + MAX_TOKENS)
+    for first in range(0, keys.shape[1], LONGEST):
+        part = slice(first, first + LONGEST)
         own, values_here = keys[:, part], _on_host(values[:, part])
         if not isinstance(kv.index, LSHConfig) or own.shape[1] < kv.index.shortest_indexed:
             kv.append(_on_host(own), values_here)

@@ -20,7 +20,7 @@ from torch import Tensor
 from magicpig import trace
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.scoring import Scoring, attend_to_all
-from magicpig.config import IndexConfig, LSHConfig, WindowConfig
+from magicpig.config import IndexConfig, WindowConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import Errand, beside
 from magicpig.kv.device_index import append_from
@@ -28,10 +28,8 @@ from magicpig.kv.device_window import DeviceWindow
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.native_layer import NativeLayer, builder
 from magicpig.kv.seats import together
+from magicpig.kv.segments import early_part
 from magicpig.kv.tray import Drawn, Tray, tray_for
-
-FULL_SEGMENT = 65536  # tokens, as in segment.h
-LEAST_EARLY = 12288  # of what is less than a full segment
 
 if TYPE_CHECKING:
     from magicpig.kv.device_scan import DeviceCodes
@@ -58,20 +56,10 @@ class HybridLayer(NativeLayer):
         return DeviceWindow(self.shape)
 
     def next_early(self, expected: int) -> tuple[int, int]:
-        """The tokens, from and to, to be built early next, of so many in all: a full segment; then
-        three quarters of the rest, once, so that little is left for the end; then none.
-
-        lsh looks into each table of each segment, small as it may be: beside full ones another
-        costs it a fiftieth of its speed, beside a rest alone a fifth (docs/log.md).
-        """
-        first = self.config.sinks + self.num_early
-        left = expected - self.config.local - first
-        if left >= FULL_SEGMENT:
-            return first, first + FULL_SEGMENT
-        rest_begun = self.num_early % FULL_SEGMENT > 0
-        costs = isinstance(self.far.index, LSHConfig) and not self.num_early
-        some = 0 if rest_begun or costs else left * 3 // 4
-        return first, first + (some if some >= LEAST_EARLY else 0)
+        """The tokens, from and to, to be built early next, of so many in all."""
+        first, far = self.config.sinks + self.num_early, expected - self.config.local
+        part = early_part(self.num_early, far - self.config.sinks, self.far.index)
+        return first, first + part
 
     def build_early(self, keys: Tensor, values: Tensor, copies: Sequence[Errand]) -> None:
         """Begins to make tokens of a prompt far that is being read, those behind the sinks and

@@ -139,7 +139,7 @@ class KvStream(System):
 class Hybrid(System):
     """The far context in the CPU's memory, and attended to by it."""
 
-    dense = DENSE_LAYERS
+    dense = DENSE_LAYERS  # where there are as many
     index_share = 0.0  # bytes of the index, of the rows'
 
     @property

@@ -48,7 +48,7 @@ class Cpu:
     flops: float = 220e9
 
 
-XEON = {"entry_seconds": 11e-9, "row_seconds": 50e-9}  # measured (docs/log.md)
+XEON = {"entry_seconds": 11e-9, "row_seconds": 50e-9}  # fitted to measurements (docs/log.md)
 
 
 def _cpu(name: str, cores: int, channels: float, **seconds: float) -> Cpu:

@@ -1,13 +1,14 @@
-"""How far contexts grow by segments, and what is held of them at most while they do."""
+"""How far contexts are cut into segments, how these grow, and what is held of them meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from magicpig.kv.hybrid_layer import FULL_SEGMENT as LONGEST
-from magicpig.kv.hybrid_layer import LEAST_EARLY
+from magicpig.config import IndexConfig, LSHConfig
 
+LONGEST = 65_536  # tokens of a segment, as in segment.h
+LEAST_EARLY = 12_288  # of what is less than that
 FANOUT = 4  # as in layer_kv.cpp
 FOLLOWED = 4096  # blocks; what comes behind them is taken to be added and no more
 
@@ -30,11 +31,35 @@ def most_held(prompt: tuple[int, ...], blocks: int, block: int) -> tuple[int, ..
     return (*most, *pieces(max(0, blocks - FOLLOWED) * block))
 
 
-def pieces(tokens: int, early: bool = False) -> list[int]:
-    """Segments of tokens that come together. early: most of the last one before the rest."""
+def early_part(built: int, far: int, index: IndexConfig | None) -> int:
+    """Tokens of a prompt to be made a segment next, while others are read: a full segment; then
+    three quarters of the rest, once, so that little is left for the end; then none.
+
+    built: how many are in segments. far: how many will be.
+    lsh looks into each table of each segment, small as it may be: beside full ones another costs it
+    a fiftieth of its speed, beside a rest alone a fifth (docs/log.md).
+    """
+    left = far - built
+    if left >= LONGEST:
+        return LONGEST
+    rest_begun = built % LONGEST > 0
+    costs = isinstance(index, LSHConfig) and not built
+    some = 0 if rest_begun or costs else left * 3 // 4
+    return some if some >= LEAST_EARLY else 0
+
+
+def early_pieces(far: int, index: IndexConfig | None) -> list[int]:
+    """Segments of a prompt, parts of which are made early."""
+    sizes: list[int] = []
+    while part := early_part(sum(sizes), far, index):
+        sizes.append(part)
+    return sizes + pieces(far - sum(sizes))
+
+
+def pieces(tokens: int) -> list[int]:
+    """Segments of tokens that come together."""
     full, rest = divmod(tokens, LONGEST)
-    some = rest * 3 // 4 if early and rest * 3 // 4 >= LEAST_EARLY else 0
-    return [LONGEST] * full + [size for size in (some, rest - some) if size]
+    return [LONGEST] * full + [rest] * (rest > 0)
 
 
 def appended(sizes: Sequence[int], count: int) -> tuple[list[int], int]:
