@@ -152,3 +152,24 @@ def test_codes_are_copied_once():
     assert all(fork.segments[0][0] is first.segments[0][0] for fork in forks)
     assert second.segments[0][0] is first.segments[0][0]
     assert len(second.segments) == len(longer.segment_sizes)
+
+
+def test_scores_further_apart_than_floats_can_tell():
+    """Rows are drawn from below what a float tells from the heaviest, as many as were asked for."""
+    scan = ScanConfig(2, 0.1, 4)
+    kv = context(scan, [2000])
+    done = draw([kv], 100 * torch.randn(1, 6, 32), 0.3)
+    _, totals = done.drawn
+    assert abs(totals.mean() - 200) < 40
+
+
+@pytest.mark.parametrize("heads", [(2, 1, 32), (6, 3, 32)])
+def test_heads_that_ask_alike_draw_anew_for_another_query(heads):
+    scan = ScanConfig(2, 0.1, 4)
+    kv = context(scan, [2000], heads)
+    one, change = torch.randn(2, 1, heads[1], 32).repeat_interleave(heads[0] // heads[1], 2)
+    drawn = []
+    for query in (one, one + 1e-6 * change):  # weights are the same
+        done = draw([kv], query, 0.3)
+        drawn.append({int(row) for row in rows_of(done, kv, 0, 0)[0]})
+    assert len(drawn[0] & drawn[1]) < 0.5 * len(drawn[0] | drawn[1])

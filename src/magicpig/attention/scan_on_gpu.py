@@ -25,7 +25,8 @@ LOG_LEAST = tl.constexpr(-16 * math.log(2))
 @triton.jit
 def _prepare(
     queries, rotation, codes, lines, hashes, scale, seed,
-    DIM: tl.constexpr, WIDE: tl.constexpr, CODED: tl.constexpr, TOP: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CODED: tl.constexpr,
+    TOP: tl.constexpr,
 ):  # fmt: skip
     """One query: eight bits per dimension, rotated; slope and offset; and what it hashes to."""
     head = tl.program_id(0)
@@ -48,7 +49,8 @@ def _prepare(
     tl.store(lines + 2 * head, 2.0 * unit)
     tl.store(lines + 2 * head + 1, -unit * TOP * tl.sum(rounded, 0))
     own = tl.load(queries + head * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    word = own.to(tl.int32, bitcast=True) ^ (dims + seed) * -1640531535
+    place = head % GROUP * WIDE + dims  # heads of a group that ask alike must not hash alike
+    word = own.to(tl.int32, bitcast=True) ^ (place + seed) * -1640531535
     word = (word ^ (word >> 15)) * -2048144789
     word = (word ^ (word >> 13)) * -1028477387
     tl.store(hashes + head, tl.xor_sum(word, 0))
@@ -145,17 +147,20 @@ def _threshold(logs, sizes, thresholds, totals, heads, ROOM: tl.constexpr):
     at = tl.arange(0, ROOM)
     own = tl.load(logs + head * ROOM + at, mask=at < chunks * 256, other=-float("inf"))
     peak = tl.max(own, 0)
-    weights = tl.exp(own - peak)
-    threshold = tl.sum(weights, 0) / tl.maximum(rows, 1e-3)
+    threshold = peak + tl.log(tl.sum(tl.exp(own - peak), 0) / tl.maximum(rows, 1e-3))
     number, before = 0.0, -1.0
-    while number > before:  # weights above it count as one each: without them it falls
+    while number > before:  # keys above it count as one each: without their weights it falls
         before = number
-        above = weights > threshold
-        light = tl.sum(tl.where(above, 0.0, weights), 0)
+        above = own > threshold
         number = tl.sum(above.to(tl.float32), 0)
-        next_one = tl.maximum(light / tl.maximum(rows - number, 1e-3), 1e-37)
-        threshold = tl.minimum(threshold, next_one)
-    tl.store(thresholds + head, tl.where(rows > 0, peak + tl.log(threshold), -1e30))
+        top = threshold
+        light = tl.sum(tl.where(above, 0.0, tl.exp(own - top)), 0)
+        if light < 1e-30:  # all others lie too far below for a float
+            top = tl.max(tl.where(above, -1e37, own), 0)
+            light = tl.sum(tl.where(above, 0.0, tl.exp(own - top)), 0)
+        next_one = top + tl.log(light / tl.maximum(rows - number, 1e-3))
+        threshold = tl.minimum(threshold, tl.where(light > 0, next_one, threshold))
+    tl.store(thresholds + head, tl.where(rows > 0, threshold, -1e30))
     tl.store(totals + head, 0)
 
 
@@ -261,7 +266,7 @@ class Drawing:
         count = self.batch * self.heads
         _prepare[(count,)](
             queries, self.rotation, self.codes, self.lines, self.hashes, scale, self.seed,
-            DIM=dim, WIDE=wide(coded), CODED=coded, TOP=float(2**self.bits - 1),
+            GROUP=group, DIM=dim, WIDE=wide(coded), CODED=coded, TOP=float(2**self.bits - 1),
         )  # fmt: skip
         same = {
             "GROUP": group,
