@@ -10,10 +10,14 @@ from zoo import loaded, make_model
 from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig, hf
 from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
+from magicpig.engine.recorded import SeatedAttention
 from magicpig.engine.runner import Runner
 from magicpig.evals.harness import Harness
 from magicpig.kv import tray
 from magicpig.kv.device_index import append_from
+from magicpig.kv.hybrid_layer import HybridLayer
+from magicpig.kv.seats import Seats
+from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel
 from magicpig.nn import FusedMLP, Joint, RMSNorm, pack
 
@@ -214,6 +218,31 @@ def test_an_interrupt_in_the_middle_of_a_step(halved, monkeypatch, calls):
             llm.generate([[5, 6, 7] * 30, [9] * 50], params)
     again = llm.generate([[5, 6, 7] * 30, [9] * 50], params)
     assert [g.text for g in again] == [g.text for g in expected]
+
+
+@pytest.mark.parametrize("place", ["prepare", "serve"])
+def test_a_step_that_fails_lets_go_of_its_sequences(halved, monkeypatch, place):
+    """Before its graphs run, or while they do."""
+    llm = cuda_llm("scan:2:10%")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    llm.generate([[5, 6, 7] * 30, [9] * 50], params)  # steps are recorded
+    where, name = (tray._native, "serve") if place == "serve" else (SeatedAttention, "prepare")
+    real, left = getattr(where, name), [30]
+
+    def failing(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("out of luck")
+        return real(*arguments)
+
+    requests = [llm.engine.add(ids, params) for ids in ([5, 6, 7] * 30, [9] * 50)]
+    monkeypatch.setattr(where, name, failing)
+    errors = [event.error for event in llm.run(requests) if event.error]
+    assert [str(error) for error in errors] == ["out of luck"] * 2
+    del requests
+    gc.collect()
+    kinds = SequenceKV, HybridLayer, Seats
+    assert not [x for x in gc.get_objects() if type(x) in kinds]
 
 
 def test_the_limit_of_a_gpus_memory_is_kept():

@@ -1,9 +1,13 @@
 """The engine when something fails: what took part in it ends, and nothing else is spoiled."""
 
+import gc
+
 import pytest
 import torch
 
 from magicpig.engine.sequence import Finish
+from magicpig.hf.cache import BatchLayer
+from magicpig.kv.sequence import SequenceKV
 from tests.engines import PROMPTS, collect, greedy, make_llm
 
 STEP = "magicpig.engine.runner.step"
@@ -31,6 +35,34 @@ def test_a_prompt_that_fails_fails_alone(monkeypatch):
     assert [[s.token_ids for s in good.sequences]] == expected
     with pytest.raises(RuntimeError, match="out of luck"):
         llm.generate([PROMPTS[2], PROMPTS[0]], greedy())
+
+
+def keys_and_values():
+    gc.collect()
+    return sum(type(x) in (SequenceKV, BatchLayer) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("place", ["prefill", "decode"])
+def test_errors_hold_no_memory(monkeypatch, place):
+    """Of what they ended, for as long as somebody has them."""
+    llm = make_llm()
+    before = keys_and_values()
+    failing = getattr(llm.engine.runner, place)
+
+    def fails(first, *others):
+        held = failing(first, *others)
+        if held is not None:
+            raise ValueError(f"{len(held)}") from RuntimeError("out of luck")
+
+    monkeypatch.setattr(llm.engine.runner, place, fails)
+    request = llm.engine.add(PROMPTS[2], greedy())
+    errors = [event.error for event in llm.run([request]) if event.error]
+    assert len(errors) == 1
+    del request
+    assert keys_and_values() == before
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        raise errors[0]
+    assert "fails" in [entry.name for entry in raised.traceback]
 
 
 def test_numbers_that_are_not_finite_fail_alone():

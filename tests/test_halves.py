@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 
@@ -79,6 +80,24 @@ def test_an_error_in_either_half_waits_for_the_other():
         assert ended.is_set()
     found = halves.run(lambda: torch.arange(2), lambda: torch.arange(2, 3))
     assert found.tolist() == [0, 1, 2]
+
+
+def test_an_interrupt_waits_for_the_other_half():
+    ended = threading.Event()
+
+    def works():
+        time.sleep(0.3)
+        ended.set()
+        return torch.zeros(2, 3)
+
+    timers = [
+        threading.Timer(at, os.kill, (os.getpid(), signal.SIGINT)) for at in (0.05, 0.1, 0.15)
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        Halves(torch.device("cpu")).run(lambda: torch.zeros(1, 3), works)
+    assert ended.is_set()
 
 
 def test_a_failing_step_ends_its_sequences_and_no_others(on_device, monkeypatch):

@@ -10,7 +10,10 @@ from magicpig import LLM, LayerKV, SamplingParams, WindowConfig
 from magicpig.attention.plan import make_plan
 from magicpig.attention.scan import Scan
 from magicpig.engine.memory import Memory, Needs, largest_batch, parse_bytes, there_is
+from magicpig.engine.scheduler import Scheduler
+from magicpig.engine.sequence import Request
 from magicpig.kv.far_tokens import FarTokens
+from magicpig.kv.seats import Seats
 from magicpig.kv.segments import appended
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -128,6 +131,28 @@ def test_needs_are_known_at_once(method):
     assert time.perf_counter() - start < 2
 
 
+def test_what_methods_put_side_by_side_is_there_for_each():
+    """Where completions share a far context."""
+    for method in ("topk:2%", "quest:16:4%", "loki:25%:2%"):
+        one, four = (needs(method, GPU).of(1000, 30, n).device for n in (1, 4))
+        assert four - one > LAYERS * 3 * (1000 - 4 - 8) * VECTORS
+    one, four = (needs("kv-stream", GPU).of(1000, 30, n) for n in (1, 4))
+    assert one.host == LAYERS * 2 * 2**16  # keys and values of 988 tokens take 63,232 bytes each
+    assert four.host == one.host
+    assert four.device - one.device > 3 * 1000 * VECTORS
+
+
+def test_windows_of_sliding_layers_grow_by_steps():
+    window = Seats([torch.zeros(2, KV_HEADS, 10, DIM).bfloat16()])
+    span, most = 256, 0
+    for _ in range(2000):
+        window.append(*torch.zeros(2, 1, KV_HEADS, DIM).bfloat16())
+        most = max(most, window.keys.nbytes + window.values.nbytes)
+        if window.lengths[0] == span + 16:
+            window.drop(0, 0, 16)
+    assert most <= needs("lsh:4:12", GPU)._room(span + 16) * VECTORS
+
+
 def test_prompts_that_are_made_far_early_are_merged_earlier():
     asked = {device: needs("cpu-dense", device, block=256) for device in (CPU, GPU)}
     for new, apart in ((1000, False), (13_000, True)):
@@ -215,6 +240,21 @@ def test_requests_wait_until_there_is_room():
         llm.engine.step()
         together = max(together, len(llm.engine.scheduler.running))
     assert together <= llm.largest_batch(200, 20)
+
+
+def test_pinned_memory_is_given_back_where_others_need_it(monkeypatch):
+    """It is kept by size: prompts of other sizes come to have it twice."""
+    given_back = []
+    monkeypatch.setattr("magicpig.engine.scheduler.give_back_pinned", lambda: given_back.append(1))
+    scheduler = Scheduler(Memory(100, 1), 8)
+    known = []
+    for host, reading in ((10, 20), (10, 40), (10, 20), (5, 30), (60, 40), (10, 90)):
+        request = Request(len(known), [1], SamplingParams(), Memory(host), Memory(reading))
+        scheduler.add(request)
+        assert scheduler.next_prompt() is request
+        scheduler.drop(request)
+        known.append((sum(scheduler._pinned), len(given_back)))
+    assert known == [(20, 0), (60, 0), (60, 0), (90, 0), (40, 1), (90, 2)]
 
 
 def test_limits_are_checked():

@@ -145,6 +145,6 @@ IndexConfig = LSHConfig | ScanConfig
 def draws_on_gpus(index: IndexConfig | None) -> TypeGuard[ScanConfig]:
     """Whether an index is one of codes by which a GPU can draw, given Triton.
 
-    Errors are predicted with what windows add to the output: by the CPU.
+    Rows for a target of the error are the CPU's to draw: it predicts errors.
     """
     return isinstance(index, ScanConfig) and index.target_error is None

@@ -85,7 +85,8 @@ class LLM:
     device, dtype: see magicpig.models.load.
     max_sequences: completions that run at the same time; more wait.
     cpu_memory: bytes, or a text like 64GiB, for keys, values and indexes of all of them; None: most
-        of what is free. memory_bytes: the same, in bytes.
+        of what is free. Contexts that were read or loaded and are kept do not count, as they are
+        the caller's. memory_bytes: the same, in bytes.
     gpu_memory: of a model on a GPU, all that it may use of it: weights, windows, dense layers, work
         space; None: most of what is free.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import traceback
 from collections.abc import Sequence as List
 
 from torch import Tensor
@@ -98,6 +99,7 @@ class Engine:
     def news(self) -> list[Event]:
         """What the next step would tell before it does anything."""
         events, self._late = self._late, []
+        _empty_frames(events)
         return events
 
     def step(self) -> list[Event]:
@@ -110,6 +112,7 @@ class Engine:
         except BaseException:  # an interrupt: what there is to tell, the next step tells
             self._late = events + self._late
             raise
+        _empty_frames(events)
         self.scheduler.sweep()
         for request in [r for r in self._requests.values() if r.finished]:
             del self._requests[request.id]
@@ -231,3 +234,15 @@ class Engine:
         if request.sequences:
             return ended
         return [Event(request.id, i, finish=finish, error=error) for i in range(request.params.n)]
+
+
+def _empty_frames(events: List[Event]) -> None:
+    """Of errors: where they were raised stays known, what functions had at hand there is let go of.
+
+    It may be the keys and values of many sequences, whose memory counts as free.
+    """
+    for event in events:
+        error = event.error
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__

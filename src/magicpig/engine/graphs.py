@@ -171,7 +171,7 @@ class StepGraphs:
         except BaseException:
             for tray in self._trays.values():
                 tray.give_up()
-            self._columns = []  # whose sequences end
+            self.let_go()
             raise
         seconds = [each for each in awaited if each is not None]
         took = time.perf_counter() - begin
@@ -181,6 +181,12 @@ class StepGraphs:
             attention.finish(layers)
         self._columns, self._runs = [], False
         return self._logits.clone()
+
+    def let_go(self) -> None:
+        """Of the sequences of a step that did not come to its end: so do they."""
+        self._columns = []
+        for attention in self.attentions:
+            attention.let_go()
 
 
 class Graphs:
@@ -221,10 +227,10 @@ class Graphs:
         torch.cuda.empty_cache()  # which is not done meanwhile, however little there is
         try:
             self._kept[key] = StepGraphs(self.model, kvs, self._stream)
-        except torch.OutOfMemoryError:
-            self._seen[key] = -STEPS_WITHOUT
-            return None
         except Exception as error:
+            if "out of memory" in str(error):  # of the GPU, or of the host's that can be pinned
+                self._seen[key] = -STEPS_WITHOUT
+                return None
             self._possible = False
             warnings.warn(
                 f"decode steps of {type(self.model).__name__} cannot be recorded as CUDA graphs "

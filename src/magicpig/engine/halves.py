@@ -8,7 +8,7 @@ GPU a stream; whoever attends to far contexts takes its turn on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,12 +39,26 @@ class Halves:
             with trace.span("half", number=0):
                 first = one()
         finally:
-            second.exception()  # whatever became of this half, that one ends before we go on
-            if self._stream is not None:
-                torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            try:
+                _outlast(second)  # whatever became of this half, that one ends before we go on
+            finally:
+                if self._stream is not None:
+                    torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return torch.cat([first, second.result()])
 
     def _second(self, work: Work) -> Tensor:
         where = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), where, trace.span("half", number=1):
             return work()
+
+
+def _outlast(work: Future[Tensor]) -> None:
+    """Waits until it has ended, one way or the other; an interrupt comes after that."""
+    interrupt: BaseException | None = None
+    while not work.done():
+        try:
+            work.exception()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -94,26 +94,31 @@ class Needs:
         for i, layer in enumerate(DynamicCache(config=self.config).layers):
             window = self.window.sinks + self.window.local + 2 * self.window.block
             if type(layer) is DynamicSlidingWindowLayer:
-                kept = n * min(tokens, layer.sliding_window + self.window.block)
-                total += self._near(kept * self._vectors)
+                kept = self._room(layer.sliding_window + self.window.block)
+                total += self._near(n * min(tokens + ROOM, kept) * self._vectors)
             if not _is_full(layer):
                 continue
             method = self.plan.of(i)
-            room = 3 * window // 2 + ROOM if self._elsewhere else window  # windows grow by steps
-            total += self._near(n * min(tokens + ROOM, room) * self._vectors)
+            total += self._near(n * min(tokens + ROOM, self._room(window)) * self._vectors)
             if method not in held:
                 held[method] = self._far(method, prompt_tokens, moved, n)
             rows, index = held[method]
             if not self._elsewhere:
                 total += Memory(rows + index)
             elif not method.on_host:
-                # Most methods want far contexts side by side, beside those of their sequences.
-                total += Memory(0, rows + index + (0 if isinstance(method, Full) else rows))
+                total += Memory(0, rows + index)
+                if not isinstance(method, Full):
+                    # Most methods want far contexts side by side, beside those of their sequences.
+                    total += Memory(0, n * sum(self._far(method, prompt_tokens, moved, 1)))
             else:
                 total += Memory(rows + index, index if self._codes_there(i) else 0)
         if isinstance(self.plan.method, KvStream) and self._elsewhere:
-            total += Memory(0, tokens * self._vectors)  # of one layer at a time
+            total += Memory(0, n * (prompt_tokens + new_tokens) * self._vectors)  # layer by layer
         return total
+
+    def _room(self, tokens: int) -> int:
+        """Of a window that comes to have so many tokens: on a device they grow by steps."""
+        return 3 * tokens // 2 + ROOM if self._elsewhere else tokens
 
     def _far(self, method: Method, prompt: int, moved: int, n: int) -> tuple[int, int]:
         """Bytes of rows and of indexes of far contexts in one layer.
@@ -123,9 +128,12 @@ class Needs:
         far, shape = max(0, prompt - self.window.sinks - self.window.local), self._shape
         block = self.window.block
         if not self._in_segments(method):  # but in tensors, copied when they grow
-            grown = n * (far + moved) if moved >= 2 * block else far
-            tokens = math.ceil(method.kept_share * grown)
-            return tokens * self._vectors, method.index_bytes(shape, tokens)
+            copies, far = (n, far + moved) if moved >= 2 * block else (1, far)
+            tokens = math.ceil(method.kept_share * far)
+            rows = tokens * self._vectors
+            if isinstance(method, KvStream) and self._elsewhere:
+                rows = 2 * _power_of_two(rows // 2)
+            return copies * rows, copies * method.index_bytes(shape, tokens)
         index: IndexConfig | None = getattr(method, "index", None)
         of_prompt = tuple(early_pieces(far, index) if self._elsewhere else pieces(far))
         segments = Counter(of_prompt)

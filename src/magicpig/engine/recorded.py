@@ -72,6 +72,9 @@ class Attention:
     def finish(self, layers: Sequence[Any]) -> None:
         """After a step."""
 
+    def let_go(self) -> None:
+        """After a step that failed, of what belongs to its sequences."""
+
 
 class SeatedAttention(Attention):
     """Over windows where they are, by the table's line; none of it between graphs."""
@@ -129,6 +132,9 @@ class SeatedAttention(Attention):
     def finish(self, layers: Sequence[Any]) -> None:
         self.advance()
         count_windows(layers)
+
+    def let_go(self) -> None:
+        self._seats = None
 
 
 class WholeAttention(SeatedAttention):

@@ -270,8 +270,13 @@ class Runner:
                 return self._run(
                     [partial(self._decode, kvs[part], token_ids[part]) for part in parts]
                 )
-            for each, part in zip(recorded, parts, strict=True):
-                each.prepare(kvs[part], token_ids[part])
+            try:
+                for each, part in zip(recorded, parts, strict=True):
+                    each.prepare(kvs[part], token_ids[part])
+            except BaseException:
+                for each in recorded:
+                    each.let_go()
+                raise
             # Threads that serve graphs are to free none of the GPU's memory, which may wait.
             start = time.perf_counter()
             with without_collections():

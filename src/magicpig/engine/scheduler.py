@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from functools import reduce
 
+from magicpig.attention.gpu import give_back_pinned
 from magicpig.engine.memory import Memory
 from magicpig.engine.sequence import Request, Sequence
 
@@ -23,7 +24,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
         self._let_in: dict[int, Request] = {}
-        self._pinned = Memory()
+        self._pinned: set[int] = set()  # bytes of prompts, by size
 
     def add(self, request: Request) -> None:
         memory = request.needed + request.reading
@@ -50,15 +51,23 @@ class Scheduler:
             return None
         request, let_in = self.waiting[0], self._let_in.values()
         memory = sum((other.needed for other in let_in), request.needed)
-        reading = reduce(Memory.most, (other.reading for other in let_in), request.reading)
-        memory += reading.most(self._pinned)
+        memory += reduce(Memory.most, (other.reading for other in let_in), request.reading)
         sequences = sum(other.params.n for other in let_in) + request.params.n
         if let_in and (not memory.fits(self.budget) or sequences > self.max_sequences):
             return None
         self._let_in[request.id] = request
-        if self.budget.device:  # prompts are in pinned memory, which is kept
-            self._pinned = self._pinned.most(Memory(request.reading.host))
+        if self.budget.device:
+            self._pin(request.reading.host, memory)
         return self.waiting.popleft()
+
+    def _pin(self, nbytes: int, memory: Memory) -> None:
+        """Prompts are in pinned memory, which torch keeps for others that take as much of it; it is
+        given back where there is no room for it beside the memory of those who were let in."""
+        kept = sum(self._pinned - {nbytes})
+        if not (memory + Memory(kept)).fits(self.budget):
+            give_back_pinned()
+            self._pinned.clear()
+        self._pinned.add(nbytes)
 
     def start(self, request: Request) -> None:
         """The prompt is read: its sequences take part in decode steps."""
