@@ -16,8 +16,8 @@ namespace magicpig {
 
 namespace {
 
-constexpr size_t kBlocksAtOnce = 12;  // coded by one task
-constexpr size_t kBlocksAhead = 4;    // asked for from memory where single ones are read
+constexpr uint32_t kBlocksAtOnce = 16;  // of a piece, coded by one task
+constexpr size_t kBlocksAhead = 4;      // asked for from memory where single ones are read
 
 // What is added to a value's squared distance from the mean value, in mean squares of the values: a key whose value is
 // ordinary can still be a heavy one, and a segment whose values are all alike can differ from others.
@@ -62,19 +62,34 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
     static thread_local std::vector<float> scratch;
     scratch.resize(kKeys * dim + kCodeBlock * (dim + 32) + kKeys);
     float *centred = scratch.data(), *rotated = centred + kKeys * dim, *inverse = rotated + kCodeBlock * (dim + 32);
-    const size_t first = part * kKeys, count = std::min(kKeys, num_tokens_ - first);
-    kernels.centre[type](rows + first * row_bytes_, count, dim, mean(kv_head), tolerance, centred, inverse);
-    const size_t padded = (count + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
-    std::fill(centred + count * dim, centred + padded * dim, 0.0f);
-    for (size_t i = 0; i < count; i += kCodeBlock) {
-      kernels.encode({centred + i * dim, dim, scan_->bits, scan_->step(), scan_->signs.data(), scan_->num_rounds,
-                      scan_->span, blocks(kv_head) + (first + i) / kCodeBlock * scan_->block_bytes(), rotated});
+    const size_t first = part * kBlocksAtOnce, first_token = first / kPieceBlocks * kPieceTokens;
+    const CodePiece piece = CodePiece::at(first / kPieceBlocks, num_tokens_);
+    const auto begin = static_cast<uint32_t>(first % kPieceBlocks);
+    const uint32_t count = std::min(kBlocksAtOnce, piece.blocks - begin);
+    // Vectors of these blocks, less their mean, [16, count, dim]; padding is 0.
+    const auto centre = [&](const char* vectors, const float* from, float least) {
+      for (uint32_t k = 0; k < kCodeBlock; ++k) {
+        const uint32_t at = k * piece.blocks + begin,
+                       there = at < piece.tokens ? std::min(count, piece.tokens - at) : 0;
+        float* to = centred + k * count * dim;
+        kernels.centre[type](vectors + (first_token + at) * row_bytes_, there, dim, from, least, to,
+                             inverse + k * count);
+        std::fill(to + there * dim, to + count * dim, 0.0f);
+        std::fill(inverse + k * count + there, inverse + (k + 1) * count, 0.0f);
+      }
+    };
+    centre(rows, mean(kv_head), tolerance);
+    for (uint32_t i = 0; i < count; ++i) {
+      kernels.encode({centred + i * dim, size_t{count} * dim, dim, scan_->bits, scan_->step(), scan_->signs.data(),
+                      scan_->num_rounds, scan_->span, blocks(kv_head) + (first + i) * scan_->block_bytes(), rotated});
     }
-    kernels.centre[type](values + first * row_bytes_, count, dim, mean_value(kv_head), 0.0f, centred, inverse);
-    for (size_t i = 0; i < padded; ++i) {
-      const float distance = i < count && inverse[i] > 0 ? 1 / inverse[i] : 0;
-      biases(kv_head, (first + i) / kCodeBlock)[i % kCodeBlock] = distance;
-      sums[part] += double{distance} * distance;
+    centre(values, mean_value(kv_head), 0.0f);
+    for (uint32_t i = 0; i < count; ++i) {
+      for (uint32_t k = 0; k < kCodeBlock; ++k) {
+        const float close = inverse[k * count + i], distance = close > 0 ? 1 / close : 0;
+        biases(kv_head, first + i)[k] = distance;
+        sums[part] += double{distance} * distance;
+      }
     }
   });
   double ordinary = dot(mean_value(kv_head), mean_value(kv_head), dim);
@@ -118,7 +133,8 @@ size_t Codes::logs(const Ask& ask, const std::vector<size_t>& which, size_t stri
       for (size_t byte = 0; byte < scan_->block_bytes(); byte += 64) __builtin_prefetch(later + byte);
     }
     scan_logs(args, own.data());
-    const size_t there = std::min<size_t>(num_tokens_ - which[i] * kCodeBlock, kCodeBlock);
+    const CodePiece piece = CodePiece::at(which[i] / kPieceBlocks, num_tokens_);
+    const uint32_t there = piece.keys_of(static_cast<uint32_t>(which[i] % kPieceBlocks));
     for (uint32_t h = 0; h < ask.num_heads; ++h) {
       float* to = logs + h * stride + i * kCodeBlock;
       std::copy_n(own.data() + h * kCodeBlock, there, to);

@@ -9,8 +9,7 @@
 namespace magicpig {
 
 // Of every query head of a batch: the rows' numbers in their segments and the logs of their probabilities, in pieces of
-// so many tokens. Pieces of a sequence are counted over all of its segments that have an index; each begins anew.
-constexpr uint32_t kPieceTokens = 1024;
+// kPieceTokens. Pieces of a sequence are counted over all of its segments that have an index; each begins anew.
 struct DrawnRows {
   const uint16_t* ids;             // [batch * num_heads, room]
   const float* log_probability;    // the same

@@ -120,8 +120,28 @@ constexpr float kLargest = 3.402823466e38f;
 constexpr uint32_t kCodeBlock = 16;
 constexpr uint32_t kMaxRounds = 4;
 
+// Keys of a block are no neighbours, whose weights go together: some blocks then stand for all keys. A piece of up to
+// 64 blocks has the keys of so many tokens in a row; its block b has key k * blocks + b in its place k.
+constexpr uint32_t kPieceBlocks = 64, kPieceTokens = kPieceBlocks * kCodeBlock;
+struct CodePiece {
+  uint32_t tokens, blocks;
+
+  // Piece number i of so many tokens.
+  static CodePiece at(size_t i, size_t tokens) {
+    const size_t left = tokens - i * kPieceTokens;
+    const uint32_t own = left < kPieceTokens ? static_cast<uint32_t>(left) : kPieceTokens;
+    return {own, (own + kCodeBlock - 1) / kCodeBlock};
+  }
+  // Keys that a block has; behind them is padding.
+  uint32_t keys_of(uint32_t block) const {
+    const uint32_t keys = (tokens - block + blocks - 1) / blocks;
+    return keys < kCodeBlock ? keys : kCodeBlock;
+  }
+};
+
 struct EncodeArgs {
   const float* centred;  // [16, dim]
+  size_t stride;         // from one key to the next
   uint32_t dim;
   uint32_t bits;       // per dimension: 1, 2 or 4
   float step;          // between levels, for elements of unit variance
@@ -144,13 +164,14 @@ struct ScanArgs {
 };
 
 // Rows are drawn each by itself: with probability p = its weight, as read off the linear interpolation of 2^n, at most
-// 1 and at least kLeastProbability. Row i is drawn where the number that (i, key) gives is at most p.
+// 1 and at least kLeastProbability. A row is drawn where the number that (its place among the codes, key) gives is at
+// most p.
 constexpr float kLeastProbability = 1.0f / 65536;
 struct DrawArgs {
   const float* log_thresholds;  // [num_heads], of weight 1
   uint32_t key[2];
-  uint16_t first_id;  // of the first block's first key
-  size_t count;       // keys; the rest of the last block is padding
+  uint16_t first_id;  // of the first piece's first key
+  size_t count;       // keys
   const char* rows;   // of the segment's first token, to be asked for from memory
   size_t row_bytes;
   size_t stride;  // between heads in ids and log_probability: count, rounded up to 16, or more

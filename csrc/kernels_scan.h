@@ -57,7 +57,7 @@ void encode(const EncodeArgs& args) {
   const uint32_t dims_of_line = 32 / args.bits, lines = (args.dim + dims_of_line - 1) / dims_of_line;
   const float half = static_cast<float>(1 << (args.bits - 1)), top = 2 * half - 1;
   float* x = args.scratch;
-  for (uint32_t d = 0; d < args.dim; d += kChunk) transpose(args.centred + d, args.dim, x + d * kChunk);
+  for (uint32_t d = 0; d < args.dim; d += kChunk) transpose(args.centred + d, args.stride, x + d * kChunk);
   for (uint32_t d = args.dim; d < lines * dims_of_line; ++d) store(x + d * kChunk, zero());
   rotate(args);
   vec energy = zero();
@@ -265,8 +265,9 @@ inline vec least_drawn(vec u) {
   return select_less(set1(kLeastProbability), u, log_weight, set1(-kLargest));
 }
 
-// Rows that are drawn for a head, among the sixteen from `at` on.
-inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t at, uint32_t chosen, vec logs) {
+// Rows that are drawn for a head: of a block whose first key is number `first` and whose others are `apart` from each
+// other.
+inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t first, uint32_t apart, uint32_t chosen, vec logs) {
   alignas(64) float of_lanes[kCodeBlock];
   store(of_lanes, logs);
   size_t& count = draw.num_drawn[head];
@@ -274,7 +275,7 @@ inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t at, uint32_
   float* kept = draw.log_probability + head * draw.stride;
   for (; chosen; chosen &= chosen - 1) {
     const int lane = __builtin_ctz(chosen);
-    const uint32_t id = at + lane;
+    const uint32_t id = first + static_cast<uint32_t>(lane) * apart;
     ids[count] = static_cast<uint16_t>(id);
     kept[count++] = of_lanes[lane];
     const char* row = draw.rows + id * draw.row_bytes;
@@ -282,19 +283,18 @@ inline void keep_drawn(const DrawArgs& draw, uint32_t head, uint32_t at, uint32_
   }
 }
 
-// Rows of B blocks, the first of which begins with key `first`, for H heads.
+// Rows of B blocks of a piece, from `block` on, for H heads. id: of the piece's first key.
 template <int H, int B>
-inline void draw_blocks(const DrawArgs& draw, uint32_t head, size_t first, const vec (&logs)[B][H]) {
-  for (int b = 0; b < B; ++b) {
-    const size_t key = first + b * kCodeBlock;
-    const uint32_t id = draw.first_id + static_cast<uint32_t>(key);
-    const vec least = least_drawn(uniform(id, draw.key));
+inline void draw_blocks(const DrawArgs& draw, uint32_t head, const CodePiece& piece, uint32_t id, uint32_t block,
+                        const vec (&logs)[B][H]) {
+  for (int b = 0; b < B; ++b, ++block) {
+    const vec least = least_drawn(uniform(id + block * kCodeBlock, draw.key));
     uint32_t there = 0xffff;
-    if (__builtin_expect(key + kCodeBlock > draw.count, 0)) there = (1u << (draw.count - key)) - 1;
+    if (__builtin_expect(piece.tokens < kPieceTokens, 0)) there = (1u << piece.keys_of(block)) - 1;
     for (int h = 0; h < H; ++h) {
       const vec weight = sub(logs[b][h], set1(draw.log_thresholds[head + h]));
       const uint32_t chosen = sign_bits(sub(weight, least)) & there;
-      if (__builtin_expect(chosen != 0, 0)) keep_drawn(draw, head + h, id, chosen, weight);
+      if (__builtin_expect(chosen != 0, 0)) keep_drawn(draw, head + h, id + block, piece.blocks, chosen, weight);
     }
   }
 }
@@ -303,18 +303,23 @@ template <int BITS, int H>
 void draw_for_heads(const ScanArgs& args, const DrawArgs& draw, uint32_t head) {
   constexpr int kBlocks = H == 1 ? 4 : 2;
   const size_t bytes = block_bytes_of(args);
-  size_t i = 0;
-  for (; i + kBlocks <= args.num_blocks; i += kBlocks) {
-    vec logs[kBlocks][H];
-    const char* ahead = args.blocks + (i + kTilesAhead * kBlocks) * bytes;  // beyond the end at times: harmless
-    for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
-    weigh<BITS, H, kBlocks>(args, head, args.blocks + i * bytes, bytes, logs);
-    draw_blocks<H, kBlocks>(draw, head, i * kCodeBlock, logs);
-  }
-  for (; i < args.num_blocks; ++i) {
-    vec logs[1][H];
-    weigh<BITS, H, 1>(args, head, args.blocks + i * bytes, bytes, logs);
-    draw_blocks<H, 1>(draw, head, i * kCodeBlock, logs);
+  const char* block = args.blocks;
+  for (uint32_t first = 0; first < draw.count; first += kPieceTokens) {
+    const CodePiece piece = CodePiece::at(first / kPieceTokens, draw.count);
+    const uint32_t id = draw.first_id + first;
+    uint32_t i = 0;
+    for (; i + kBlocks <= piece.blocks; i += kBlocks, block += kBlocks * bytes) {
+      vec logs[kBlocks][H];
+      const char* ahead = block + kTilesAhead * kBlocks * bytes;  // beyond the end at times: harmless
+      for (size_t byte = 0; byte < kBlocks * bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+      weigh<BITS, H, kBlocks>(args, head, block, bytes, logs);
+      draw_blocks<H, kBlocks>(draw, head, piece, id, i, logs);
+    }
+    for (; i < piece.blocks; ++i, block += bytes) {
+      vec logs[1][H];
+      weigh<BITS, H, 1>(args, head, block, bytes, logs);
+      draw_blocks<H, 1>(draw, head, piece, id, i, logs);
+    }
   }
   for (int h = 0; h < H; ++h) {
     float* p = draw.log_probability + (head + h) * draw.stride;

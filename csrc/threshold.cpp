@@ -30,7 +30,10 @@ struct Subsample {
       total += parts.back().segment->num_blocks();
       tokens += run.num_tokens;
     }
-    const size_t count = std::min(total, std::clamp(total / kShare, kLeastBlocks, kMostBlocks));
+    // Few keys can have most of the weight: what they add to the output no sample tells, and errors are of the output.
+    const size_t count = geometry.scan->target_error > 0
+                             ? total
+                             : std::min(total, std::clamp(total / kShare, kLeastBlocks, kMostBlocks));
     keys = count * kCodeBlock;
     logs.resize(group * keys);
     biases.resize(geometry.scan->target_error > 0 ? keys : 0);

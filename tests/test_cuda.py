@@ -10,7 +10,6 @@ from zoo import loaded, make_model
 from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig, hf
 from magicpig.attention.exact import exact_attention
 from magicpig.attention.mass import attention_mass
-from magicpig.engine.recorded import SeatedAttention
 from magicpig.engine.runner import Runner
 from magicpig.evals.harness import Harness
 from magicpig.kv import tray
@@ -226,6 +225,8 @@ def test_a_step_that_fails_lets_go_of_its_sequences(halved, monkeypatch, place):
     llm = cuda_llm("scan:2:10%")
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     llm.generate([[5, 6, 7] * 30, [9] * 50], params)  # steps are recorded
+    from magicpig.engine.recorded import SeatedAttention  # which needs Triton
+
     where, name = (tray._native, "serve") if place == "serve" else (SeatedAttention, "prepare")
     real, left = getattr(where, name), [30]
 

@@ -1,6 +1,7 @@
 """Rows drawn by a pass over coded keys: against the reference, and what holds for every draw."""
 
 import itertools
+import math
 from functools import cache
 
 import pytest
@@ -185,6 +186,43 @@ def test_a_heavy_key_is_always_drawn(every_isa, bits):
         assert logs[0][at] == 0
         out, _ = kv.attend(query)
         torch.testing.assert_close(out, values[:, token].bfloat16().float(), rtol=0, atol=1e-2)
+
+
+def needle(tokens, first, count, mass):
+    """A query, keys and values; neighbours have so much of its attention together."""
+    generator = torch.Generator().manual_seed(tokens + first)
+    keys, values = torch.randn(2, 1, tokens, 64, generator=generator)
+    query = torch.randn(1, 64, generator=generator)
+    others = (keys[0] @ query[0] / 8).logsumexp(0)
+    score = others + math.log(mass / (1 - mass) / count)
+    keys[0, first : first + count] += (score * 8 / query.norm() ** 2) * query
+    return query, keys, values
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "scan"),
+    [
+        (3000, 16, ScanConfig()),
+        (8192, 16, ScanConfig()),
+        (40_000, 16, ScanConfig()),
+        (3000, 1, ScanConfig(target_error=0.05, budget=0.2)),
+        (6000, 16, ScanConfig(target_error=0.05, budget=0.2)),
+    ],
+)
+def test_neighbours_with_much_of_the_attention_change_little(tokens, count, scan):
+    """Wherever they are, as many rows are read as by a threshold from all keys."""
+    for first in range(1000, 1500, 88):
+        query, keys, values = needle(tokens, first, count, 0.6)
+        kv = LayerKV(1, 1, 64, scan, torch.float32)
+        kv.append(keys, values)
+        rows = 0.0
+        for _ in range(10):
+            kv.attend(query + 1e-6 * torch.randn(1, 64))
+            rows += kv.last_stats.rows.item() / 10
+        args = query[0], keys[0], values[0], scan, 1 / 8
+        logs, threshold = reference.proposals(*args), reference.scan_threshold(*args)
+        wanted = reference.inclusion_probability(logs, threshold).sum().item()
+        assert rows == pytest.approx(wanted, rel=0.25)
 
 
 # What does not matter, and what is kept

@@ -115,8 +115,8 @@ def test_other_files_and_versions_are_refused(saved, tmp_path, monkeypatch):
     (tmp_path / "text").write_text("It was a dark and stormy night. " * 9)
     with pytest.raises(StoreError, match="is not a magicpig context"):
         store.load(tmp_path / "text")
-    monkeypatch.setattr(store, "VERSION", 2)
-    with pytest.raises(StoreError, match="has format version 1, this magicpig reads 2"):
+    monkeypatch.setattr(store, "VERSION", 3)
+    with pytest.raises(StoreError, match="has format version 2, this magicpig reads 3"):
         store.load(saved)
 
 

@@ -1,8 +1,9 @@
 """`scan` on a GPU: codes lie there, rows are drawn there; the CPU reads the rows.
 
 Codes are the native core's, copied as they are: blocks of sixteen keys, in each of which lines of
-sixteen words have a word of every key. What is drawn follows the same rules as on the CPU, with
-other random numbers and probabilities that are exact powers.
+sixteen words have a word of every key, and pieces of 64 blocks, where neighbours are in different
+ones. What is drawn follows the same rules as on the CPU, with other random numbers and
+probabilities that are exact powers.
 """
 
 from __future__ import annotations
@@ -70,12 +71,21 @@ def _dot4(word, four, acc, FAST: tl.constexpr):
 
 
 @triton.jit
+def _key_at(places, tokens):
+    """Which key of a segment is at a place among its codes; from `tokens` on: none."""
+    first = places // 1024 * 1024  # of the piece
+    own = tl.minimum(tokens - first, 1024)
+    blocks, block = (own + 15) // 16, (places - first) // 16
+    return tl.where(block < blocks, first + places % 16 * blocks + block, tokens)
+
+
+@triton.jit
 def _weigh(
-    address, keys, mask, queries, row, kv_head, tokens, codes, lines, scale,
+    address, places, mask, queries, row, kv_head, tokens, codes, lines, scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     CODED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Logs [HEADS, COUNT] of the weights of a segment's keys, for the heads of one KV head."""
+    """Logs [HEADS, COUNT] of the weights of keys at such places, for the heads of one KV head."""
     LINES: tl.constexpr = CODED * BITS // 32
     STRIDE: tl.constexpr = LINES * 16 + 32  # words of a block
     PADDED: tl.constexpr = (DIM + 15) // 16 * 16
@@ -84,7 +94,7 @@ def _weigh(
     base = address.to(tl.pointer_type(tl.int32)) + kv_head * head_words
     heads, dims = tl.arange(0, HEADS), tl.arange(0, WIDE)
     first = (row * tl.num_programs(1) + kv_head) * GROUP
-    at = base + keys // 16 * STRIDE + keys % 16
+    at = base + places // 16 * STRIDE + places % 16
     acc = tl.zeros([HEADS, COUNT], tl.int32)
     mine = codes.to(tl.pointer_type(tl.int32)) + (first + heads) * (CODED // 4)
     for line in tl.static_range(LINES):
@@ -126,10 +136,10 @@ def _sample(
         row = tl.load(segments + 4 * segment + 1)
         tokens = tl.load(segments + 4 * segment + 2)
         block = tl.load(chunks + 18 * chunk + 2 + lanes // 16)
-        keys = block * 16 + lanes % 16
-        mask = (block >= 0) & (keys < tokens)
+        places = block * 16 + lanes % 16
+        mask = (block >= 0) & (_key_at(places, tokens) < tokens)
         found = _weigh(
-            tl.load(segments + 4 * segment), keys, mask, queries, row, kv_head, tokens, codes,
+            tl.load(segments + 4 * segment), places, mask, queries, row, kv_head, tokens, codes,
             lines, scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, CHUNK, FAST,
         )  # fmt: skip
         head = (row * tl.num_programs(1) + kv_head) * GROUP + heads
@@ -181,10 +191,11 @@ def _draw(
         row = tl.load(segments + 4 * segment + 1)
         tokens = tl.load(segments + 4 * segment + 2)
         there = tl.load(segments + 4 * segment + 3) + piece  # of the sequence
-        keys = piece * PIECE + lanes
+        places = piece * PIECE + lanes
+        keys = _key_at(places, tokens)
         mask = keys < tokens
         logs = _weigh(
-            tl.load(segments + 4 * segment), keys, mask, queries, row, kv_head, tokens, codes,
+            tl.load(segments + 4 * segment), places, mask, queries, row, kv_head, tokens, codes,
             lines, scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, PIECE, FAST,
         )  # fmt: skip
         head = (row * tl.num_programs(1) + kv_head) * GROUP + heads

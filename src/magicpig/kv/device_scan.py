@@ -122,7 +122,7 @@ class DeviceScan:
                 table.segments[segment] = line
                 mine = picked[(picked >= first_block) & (picked < first_block + blocks[i])]
                 mine = mine - first_block
-                keys += int(np.minimum(BLOCK, tokens - BLOCK * mine).sum())
+                keys += int(_keys_of(mine, tokens).sum())
                 for first in range(0, len(mine), CHUNK // BLOCK):
                     if place == CHUNKS:
                         return False
@@ -158,3 +158,11 @@ def _evenly(blocks: int) -> Any:
     """Blocks of a sample."""
     count = min(blocks, max(LEAST_BLOCKS, min(MOST_BLOCKS, blocks // SHARE)))
     return np.arange(count, dtype=np.int64) * blocks // max(count, 1)
+
+
+def _keys_of(blocks: Any, tokens: int) -> Any:
+    """How many keys each of some blocks of a segment has; a piece's are dealt out to its blocks."""
+    of_piece = PIECE // BLOCK
+    own = np.minimum(PIECE, tokens - blocks // of_piece * PIECE)
+    there = -(-own // BLOCK)
+    return np.minimum(BLOCK, -(-(own - blocks % of_piece) // there))

@@ -33,7 +33,7 @@ from magicpig.kv.sequence import SequenceKV
 from magicpig.native import num_threads
 
 MAGIC = b"magicpig context\n"
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 LENGTHS = len(MAGIC) + 4 + 8 + 32  # format, version, length of the header, its SHA-256
 
