@@ -13,19 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from machine import hardware
 from rich.console import Console
 from rich.progress import Progress
-from throughput import Bench
+from throughput import Bench, argument, new_file, positive
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from magicpig import LLM, SamplingParams
-from magicpig.cli.inputs import length_list
+from magicpig.cli.inputs import one_length
 from magicpig.engine.memory import LIBRARIES
 from magicpig.models import LoadedModel
 
@@ -67,20 +68,23 @@ def main() -> None:
     )
     parser.add_argument("--model", default="llama-3.1-8b", help="its geometry")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--context", default="96k")
+    context = argument(partial(one_length, "the context"))
+    parser.add_argument("--context", type=context, default="96k")
     parser.add_argument("--method", default="scan:2:1%")
     parser.add_argument("--gpu-memory", help="of a GPU, like 24GiB")
     parser.add_argument("--cpu-memory", help="like 64GB")
-    parser.add_argument("--new-tokens", type=int, default=400, help="of each sequence")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--new-tokens", type=argument(positive), default=400, help="of each sequence"
+    )
+    parser.add_argument("--json", type=argument(new_file))
     args = parser.parse_args()
     bench = Bench(args.model, args.device)
     words = Tokenizer(WordLevel({f" {i}": i for i in range(bench.model.config.vocab_size)}, " 0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     model = LoadedModel(bench.model, tokenizer, args.model, Path())
     llm = LLM(model, method=args.method, gpu_memory=args.gpu_memory, cpu_memory=args.cpu_memory)
-    found = run(llm, length_list(args.context)[0], args.new_tokens)
-    print(f"{hardware()}; {args.model}, {args.method}, {args.context} tokens")
+    found = run(llm, args.context, args.new_tokens)
+    print(f"{hardware()}; {args.model}, {args.method}, {args.context:,} tokens")
     print(
         f"the engine said {found['fits']} sequences fit; at most {found['most']} ran together, "
         f"{found['seconds']:.0f} s"

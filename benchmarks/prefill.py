@@ -16,13 +16,12 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from machine import hardware
 from rich.console import Console
 from rich.progress import track
-from throughput import Bench
+from throughput import Bench, argument, new_file, positive
 
 import magicpig
 from magicpig.cli.inputs import length_list
@@ -87,10 +86,10 @@ def main() -> None:
     )
     parser.add_argument("--model", default="llama-3.1-8b", help="its geometry")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--prompts", default="32k,96k")
+    parser.add_argument("--prompts", type=argument(length_list), default="32k,96k")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=argument(positive), default=2)
+    parser.add_argument("--json", type=argument(new_file))
     args = parser.parse_args()
     print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
     if args.device == "cuda":
@@ -98,7 +97,7 @@ def main() -> None:
     print(f"; {args.model}\n")
     bench = Bench(args.model, args.device)
     points = []
-    for tokens in length_list(args.prompts):
+    for tokens in args.prompts:
         once(bench, args.systems[-1], tokens)  # warms up; host memory is pinned, and kept
         found: dict[str, list[tuple[float, float, int | None]]] = {s: [] for s in args.systems}
         turns = [system for _ in range(args.rounds) for system in args.systems]

@@ -2,13 +2,13 @@
 
     python benchmarks/throughput.py --json throughput.json --plot throughput.png
     python benchmarks/throughput.py --quick            one context, one budget, within minutes
-    python benchmarks/throughput.py --device cpu --model smollm2 --contexts 4k --budgets none
+    python benchmarks/throughput.py --device cpu --model smollm2 --contexts 4k
 
 Weights are random, and so are keys and values, made on the device; every sequence has its own. Of
 such keys lsh reads about half as many as of real ones (docs/log.md). Steps are timed as the engine
 runs them, token ids rotate, and the first steps do not count. A batch is measured once and counts
 for all budgets that it fits into, as the engine computes it; measured memory is checked against
-them. On a CPU weights are float32.
+them. On a CPU weights are float32, and there is no budget but none.
 
 "CPU busy": the share of a step in which far contexts are attended to; "threads": of what all
 threads have in that step, those at work on it. "GPU busy": the share in which it has something to
@@ -53,6 +53,7 @@ from magicpig.engine.memory import (
     there_is,
 )
 from magicpig.engine.runner import Runner
+from magicpig.files import check_file
 from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.base import LayerShape
 from magicpig.kv.native_layer import NativeLayer
@@ -60,6 +61,8 @@ from magicpig.kv.sequence import SequenceKV
 from magicpig.planning.geometry import config_of
 
 SYSTEMS = ("full", "kv-stream", "cpu-dense", "lsh:10:150", "lsh:10:170", "scan:2:1%")
+ALL = [16384, 32768, 98304], ["24GiB", "40GiB", "48GiB", "none"], [1, 2, 4, 8, 16, 32]
+QUICK = [98304], ["24GiB"], [1, 4]
 NEW_TOKENS = 64
 ATTENTION = ("far context", "attention")  # spans on the CPU
 WARM_UP = 5  # steps, until graphs are recorded
@@ -191,7 +194,8 @@ class Bench:
             pairs = zip(costs, before, strict=True)
             moved += sum(now.search_bytes - then.search_bytes for now, then in pairs)
         cpu_busy, gpu_busy, between = busy(step)
-        there = [i for i in range(len(kvs[0].layers)) if runner.plan.of(i).on_host]
+        on_cpu = self.device.type == "cpu"
+        there = [i for i in range(len(kvs[0].layers)) if on_cpu or runner.plan.of(i).on_host]
         held = [kv.layers[i].nbytes for kv in kvs for i in there]
         by_cpu = any(isinstance(layer, NativeLayer) for layer in kvs[0].attention_layers)
         rows, tokens = sum(c.rows for c in costs), sum(c.tokens for c in costs)
@@ -259,29 +263,65 @@ def let_go(device: torch.device) -> None:
         known[0]()  # torch has one or the other
 
 
+def argument(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse, which tells a ValueError's text to nobody."""
+
+    def converted(text: str) -> Any:
+        try:
+            return convert(text)
+        except (ValueError, OSError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return converted
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"must be a whole number from 1, not {text!r}")
+    return int(text)
+
+
+def new_file(text: str) -> Path:
+    """Where results can be written."""
+    check_file(Path(text), "results")
+    return Path(text)
+
+
+def budget(text: str) -> str:
+    if text != "none":
+        parse_bytes("a budget", text)
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b", help="its geometry")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--contexts", default="16k,32k,96k")
-    parser.add_argument("--budgets", nargs="+", default=["24GiB", "40GiB", "48GiB", "none"])
+    parser.add_argument("--contexts", type=argument(length_list), help="(16k,32k,96k)")
+    parser.add_argument(
+        "--budgets", type=argument(budget), nargs="+", help="(24GiB 40GiB 48GiB none; CPU: none)"
+    )
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--batches", type=argument(positive), nargs="+", help="(1 2 4 8 16 32)")
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="of steps of each batch, or more"
     )
     parser.add_argument("--stop-after", type=float, help="seconds, after which nothing is begun")
-    parser.add_argument("--quick", action="store_true", help="96k, 24GiB, batches 1 and 4")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument(
+        "--quick", action="store_true", help="96k, 24GiB (CPU: none), batches 1 and 4"
+    )
+    parser.add_argument("--json", type=argument(new_file))
+    parser.add_argument("--plot", type=argument(new_file))
     args = parser.parse_args()
-    if args.quick:
-        args.contexts, args.budgets, args.batches = "96k", ["24GiB"], [1, 4]
-    for budget in args.budgets:
-        if budget != "none":
-            parse_bytes("--budgets", budget)
+    if args.quick and (args.contexts or args.budgets or args.batches):
+        parser.error("--quick has its own --contexts, --budgets and --batches: leave them out")
+    if args.device == "cpu" and set(args.budgets or ()) - {"none"}:
+        parser.error("--budgets are of a GPU's memory; on a CPU there is only none: leave them out")
+    contexts, budgets, batches = QUICK if args.quick else ALL
+    budgets = args.budgets or (["none"] if args.device == "cpu" else budgets)
+    contexts, batches = args.contexts or contexts, args.batches or batches
     start = time.perf_counter()
     print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
     if args.device == "cuda":
@@ -289,9 +329,9 @@ def main() -> None:
     bench = Bench(args.model, args.device)
     print(f", streamed read {bench.roof / 1e9:.1f} GB/s; {args.model}\n")
     points: list[Point] = []
-    wanted = [(c, s) for c in length_list(args.contexts) for s in args.systems]
+    wanted = [(c, s) for c in contexts for s in args.systems]
     for context, system in track(wanted, "systems", console=console):
-        for point in bench.points(system, context, args.budgets, args.batches, args.seconds):
+        for point in bench.points(system, context, budgets, batches, args.seconds):
             points.append(point)
             if args.json:
                 args.json.write_text(json.dumps([asdict(p) for p in points], indent=1))
@@ -303,7 +343,7 @@ def main() -> None:
             break
     print(table(points))
     print()
-    print(best_table(points, args.budgets))
+    print(best_table(points, budgets))
     if args.plot:
         plot(points, args.plot)
 

@@ -76,6 +76,8 @@ def test_several_answers_are_numbered(model):
         (["-p", "x", "--context", "no.pig"], "'no.pig' cannot be read: No such file"),
         (["-p", "x", "--save-context", "a.pig"], "--save-context keeps the text of --file"),
         (["-f", __file__, "--save-context", "no/a.pig"], "the folder 'no' for --save-context"),
+        (["-p", "x", "--device", "meta"], "device must be auto, cpu, cuda or cuda:N, not 'meta'"),
+        (["-p", "x", "--threads", "0"], "--threads must be from 1 to 1024, not 0"),
         (["-p", "x" * 5000], "has 5"),  # both numbers: see test_too_long_a_prompt
     ],
 )
@@ -144,6 +146,37 @@ def test_a_context_is_saved_once_and_asked_twice(model, tmp_path):
     assert json.loads(other.stdout)["completions"][0]["index_bytes"] == 0
     shown = run("--context", saved, "-p", "Which?", "--max-tokens", "2")
     assert re.search(r"[\d,]+ prompt tokens, [\d,]+ read before", shown.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        ("-f other.txt -f a.txt --save-context a.txt", "--save-context {} of --file"),
+        ("-f a.txt --trace link.txt", "--trace {} of --file"),
+        ("-p x --context a.txt --trace a.txt", "--trace {} of --context"),
+        ("-f other.txt --save-context a.txt --trace a.txt", "--trace {} of --save-context"),
+    ],
+)
+def test_no_file_is_overwritten_that_another_flag_names(tmp_path, monkeypatch, arguments, flags):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "other.txt"):
+        (tmp_path / name).write_text("A text.")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    result = run("--model", "none", *arguments.split())
+    assert result.exit_code == 1
+    name = arguments.split()[-1]
+    assert flags.format(f"{name!r} would overwrite the file") in result.stderr
+    assert (tmp_path / "a.txt").read_text() == "A text."
+
+
+def test_a_refused_request_leaves_an_earlier_trace(model, tmp_path):
+    earlier = tmp_path / "trace.json"
+    earlier.write_text("earlier")
+    options = ["--cpu-memory", "10kB", "--trace", str(earlier)]
+    result = run("--model", model, "-p", "Hi", *options)
+    assert result.exit_code == 1
+    assert "0.01 MB are there" in result.stderr
+    assert earlier.read_text() == "earlier"
 
 
 def process(*arguments, **options):

@@ -202,8 +202,9 @@ def test_a_trace_is_written_after_an_error_too(tmp_path):
     with pytest.raises(KeyError), trace.recording(tmp_path / "a.json"), trace.span("before"):
         raise KeyError
     assert "before" in (tmp_path / "a.json").read_text()
-    with trace.recording(tmp_path / "b.json"):
-        pass
+    with pytest.raises(KeyError), trace.recording(tmp_path / "b.json"):
+        raise KeyError
+    assert not (tmp_path / "b.json").exists()  # nothing happened
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/a.json", ".", "pipe", "/proc/a.json"])
@@ -219,7 +220,7 @@ def test_a_trace_that_cannot_be_written_is_refused_first(tmp_path, name):
 
 def test_a_trace_is_written_to_where_a_link_leads(tmp_path):
     (tmp_path / "link.json").symlink_to("there.json")
-    with trace.recording(tmp_path / "link.json"):
+    with trace.recording(tmp_path / "link.json"), trace.span("something"):
         pass
     assert (tmp_path / "link.json").is_symlink()
     assert json.loads((tmp_path / "there.json").read_text())

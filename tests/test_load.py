@@ -115,7 +115,6 @@ def test_truncated_weights_are_refused(altered):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device": "gpu"}, "'gpu' cannot be used"),
         ({"device": "cuda:99"}, "'cuda:99' cannot be used.*cpu"),
         ({"dtype": "int8"}, "bfloat16.*'int8'"),
     ],
@@ -123,6 +122,14 @@ def test_truncated_weights_are_refused(altered):
 def test_devices_and_dtypes_that_do_not_exist(tiny_llama, arguments, message):
     with pytest.raises(ModelError, match=message):
         load(str(tiny_llama), **arguments)
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "mps", "cuda:x", "", None])
+def test_devices_of_no_use(tiny_llama, device):
+    with pytest.raises(
+        ValueError, match=f"device must be auto, cpu, cuda or cuda:N, not '{device}'"
+    ):
+        load(str(tiny_llama), device=device)
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,22 @@ def test_pinned_memory_is_given_back_where_others_need_it(monkeypatch):
     assert known == [(20, 0), (60, 0), (60, 0), (90, 0), (40, 1), (90, 2)]
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (Memory(10_000, 10**9), r"may need 2\.00 GB for .* 0\.01 MB are there"),
+        (
+            Memory(10**10, 5 * 10**7),
+            r"may need 99\.00 MB of the GPU's memory .* 50\.00 MB are there",
+        ),
+    ],
+)
+def test_small_sizes_are_told_in_megabytes(there, said):
+    request = Request(0, [1], SamplingParams(), Memory(2 * 10**9, 99_000_000), Memory())
+    with pytest.raises(MemoryError, match=said):
+        Scheduler(there, 8).add(request)
+
+
 def test_limits_are_checked():
     asked = needs("lsh:4:12", CPU)
     assert there_is(asked, 0, "1GB", None) == Memory(10**9)

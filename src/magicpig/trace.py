@@ -40,6 +40,10 @@ class Trace:
             self._start = time.perf_counter()
             self._origin = _now()
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self._events or self._on_device or self._stamps)
+
     @contextmanager
     def span(self, name: str, arguments: dict[str, Any]) -> Iterator[None]:
         begin = time.perf_counter()
@@ -161,7 +165,7 @@ def device_stamps(stamps: torch.Tensor, spans: list[str | None]) -> None:
 
 @contextmanager
 def recording(path: Path | str) -> Iterator[Trace]:
-    """Writes what happens inside to a file, at the end. One at a time."""
+    """Writes what happens inside to a file, at the end, if anything did. One at a time."""
     global _current
     if _current is not None:
         raise RuntimeError("a trace is being recorded already")
@@ -172,4 +176,5 @@ def recording(path: Path | str) -> Iterator[Trace]:
         yield _current
     finally:
         done, _current = _current, None
-        write_whole(path, json.dumps(done.as_dict()).encode())
+        if not done.is_empty:
+            write_whole(path, json.dumps(done.as_dict()).encode())

@@ -35,7 +35,7 @@ def analyze(
         Path | None,
         typer.Option(help="Folder for report, plots and data. (analysis; with --json none)"),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32, ...")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. (all)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All figures as one object.")] = False,

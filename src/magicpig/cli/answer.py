@@ -19,6 +19,7 @@ from magicpig.attention.base import Method
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import DEFAULT_METHOD
 from magicpig.attention.registry import parse
+from magicpig.config import check_int
 from magicpig.context import Context
 from magicpig.document import Document
 from magicpig.engine.params import SamplingParams
@@ -36,6 +37,7 @@ console = Console(stderr=True, highlight=False)
 def use_threads(count: int | None) -> None:
     """For the native core and for torch; None: all there are."""
     if count is not None:
+        check_int("--threads", count, 1, 1024)
         set_num_threads(count)
         torch.set_num_threads(count)
 

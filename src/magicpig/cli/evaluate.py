@@ -52,7 +52,7 @@ Out = Annotated[
 BatchSize = Annotated[
     int | None, option(HOW, min=1, help="Prompts answered together. (1 on CPUs, 8 on GPUs)")
 ]
-Device = Annotated[str, option(HOW, help="auto, cpu, cuda, ...")]
+Device = Annotated[str, option(HOW, help="auto, cpu, cuda or cuda:N.")]
 DType = Annotated[str, option(HOW, help="auto, bfloat16, float32, ...")]
 Threads = Annotated[int | None, option(HOW, min=1, help="CPU threads. (all)")]
 AsJson = Annotated[bool, option(HOW, "--json", help="Figures as one JSON object.")]

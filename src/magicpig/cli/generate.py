@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from magicpig.cli.inputs import layer_list, prompt_of
-from magicpig.files import check_file
 
 PROMPT, SAMPLING, ATTENTION, OUTPUT = "Prompt", "Sampling", "Attention", "Machine and output"
 
@@ -69,7 +68,7 @@ def generate(
         str | None,
         option(ATTENTION, help="Layers that read all, like 0,15. (first, middle)"),
     ] = None,
-    device: Annotated[str, option(OUTPUT, help="auto, cpu, cuda, ...")] = "auto",
+    device: Annotated[str, option(OUTPUT, help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str | None, option(OUTPUT, help="auto, bfloat16, float32, ... (auto)")] = None,
     threads: Annotated[int | None, option(OUTPUT, help="CPU threads. (all)")] = None,
     cpu_memory: Annotated[
@@ -93,13 +92,11 @@ def generate(
     # Imports and a model make a million objects that stay: looking through them for garbage
     # would take half a second of the start.
     gc.disable()
-    document, question = prompt_of(prompt, file or [], system, raw, context, save_context)
+    document, question = prompt_of(prompt, file or [], system, raw, context, save_context, trace)
     from magicpig.cli import answer
     from magicpig.engine.params import SamplingParams
     from magicpig.trace import recording
 
-    if trace:
-        check_file(trace, "the trace")
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

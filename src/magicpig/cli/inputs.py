@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ def prompt_of(
     raw: bool,
     context: Path | None = None,
     save_context: Path | None = None,
+    trace: Path | None = None,
 ) -> tuple[Document, str]:
     """The document and the question. Without files and prompt, stdin is the question."""
     if context and (files or system is not None or raw or save_context):
@@ -32,8 +33,8 @@ def prompt_of(
         )
     if save_context and not files:
         raise ValueError("--save-context keeps the text of --file: name one")
-    if save_context:
-        check_file(save_context, "--save-context")
+    read = {"--context": [context] if context else [], "--file": [f for f in files if f != STDIN]}
+    check_outputs(read, {"--save-context": save_context, "--trace": trace})
     if prompt is None and not files:
         if sys.stdin.isatty():
             print("magicpig: reading the prompt; end it with Ctrl-D", file=sys.stderr)
@@ -48,6 +49,22 @@ def prompt_of(
     from magicpig.document import Document
 
     return Document(text, system, raw), question
+
+
+def check_outputs(inputs: Mapping[str, Sequence[Path]], outputs: Mapping[str, Path | None]) -> None:
+    """Raises unless all can be written, each to a file that no other flag has.
+
+    inputs, outputs: by flag.
+    """
+    flags = {os.path.realpath(path): flag for flag, paths in inputs.items() for path in paths}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        check_file(path, flag)
+        if (other := flags.setdefault(os.path.realpath(path), flag)) != flag:
+            raise ValueError(
+                f"{flag} {str(path)!r} would overwrite the file of {other}: name another"
+            )
 
 
 def read_text(file: Path) -> str:

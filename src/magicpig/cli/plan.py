@@ -14,11 +14,20 @@ if TYPE_CHECKING:
     from magicpig.planning.costs import Machine
 
 
-def quantity(flag: str, text: str | None) -> float | None:
-    """Bytes or bytes/s: 24GiB, 48GB, 300GB/s."""
+def quantity(flag: str, text: str | None, example: str = "24GiB") -> float | None:
+    """Bytes, or bytes/s where the example is such: 24GiB, 48GB, 300GB/s."""
     from magicpig.engine.memory import parse_bytes
 
-    return None if text is None else parse_bytes(flag, text.removesuffix("/s"))
+    if text is None:
+        return None
+    number = text.strip().removesuffix("/s" if example.endswith("/s") else "")
+    try:
+        if not number[-1:].isalpha():
+            raise ValueError
+        return parse_bytes(flag, number)
+    except ValueError:
+        message = f"{flag} must be a number and a unit, like {example}, not {text!r}"
+        raise ValueError(message) from None
 
 
 def plan(
@@ -68,21 +77,24 @@ def plan(
             raise ValueError(f"{flag} must be above 0 and at most 1, not {share}")
     tokens = one_length("--context", context)
     limits = [
-        quantity(flag, text)
-        for flag, text in (
-            ("--gpu-memory", gpu_memory),
-            ("--cpu-bandwidth", cpu_bandwidth),
-            ("--cpu-memory", cpu_memory),
-        )
+        quantity("--gpu-memory", gpu_memory),
+        quantity("--cpu-bandwidth", cpu_bandwidth, "300GB/s"),
+        quantity("--cpu-memory", cpu_memory, "256GiB"),
     ]
     chosen_gpu = None if gpu.lower() == "none" else named(gpu, GPUS, "--gpu")
     if gpu_memory and not chosen_gpu:
         raise ValueError("--gpu-memory limits a GPU, and --gpu is none: leave one of them out")
     machine = Machine(chosen_gpu, named(cpu, CPUS, "--cpu"))
+    geometry = geometry_of(model)
     if here:
         machine = measured(machine)
     chosen_gpu, chosen_cpu = machine.gpu, machine.cpu
     if limits[0] and chosen_gpu:
+        if limits[0] > chosen_gpu.memory:
+            raise ValueError(
+                f"--gpu-memory {gpu_memory} is more than the {chosen_gpu.name} has, "
+                f"{size(chosen_gpu.memory)}: take less, or another --gpu"
+            )
         chosen_gpu = replace(chosen_gpu, memory=limits[0])
     if limits[1]:
         share = chosen_cpu.gather / chosen_cpu.stream
@@ -94,7 +106,7 @@ def plan(
     machine = Machine(chosen_gpu, chosen_cpu)
     assert tokens is not None
     load = Load(tokens, lsh_share, scan_share)
-    report = planning.as_dict(geometry_of(model), machine, load, batch)
+    report = planning.as_dict(geometry, machine, load, batch)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -124,6 +136,10 @@ def show(report: dict[str, Any]) -> None:
         f"{model['heads']}/{model['kv_heads']} heads of {model['head_dim']}; "
         f"{load['context']:,} tokens of context"
     )
+    if load["context"] > (model["longest"] or load["context"]):
+        print(
+            f"The model was made for {model['longest']:,} tokens: it will not make sense of more."
+        )
     if gpu:
         print(f"{gpu['name']}: {size(gpu['memory'])}, {gpu['bandwidth'] / 1e9:,.0f} GB/s; ", end="")
     print(

@@ -233,8 +233,8 @@ def there_is(
         free, _ = torch.cuda.mem_get_info(needs.device)
         return Memory(for_host, int(free * SHARE) - needs.workspace())
     limit = parse_bytes("gpu_memory", device)
-    left = limit - LIBRARIES - weights - needs.workspace()
-    if left <= 0:
+    left = usable(needs, weights, limit)
+    if not left:
         parts = weights, needs.workspace(), LIBRARIES
         raise ValueError(
             f"gpu_memory is {_gb(limit)}, and {_gb(sum(parts))} are needed before the first "
@@ -243,7 +243,12 @@ def there_is(
         )
     total = torch.cuda.get_device_properties(needs.device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - LIBRARIES) / total), needs.device)
-    return Memory(for_host, int(left * SHARE))
+    return Memory(for_host, left)
+
+
+def usable(needs: Needs, weights: int, limit: int) -> int:
+    """Bytes that a device's limit leaves to requests."""
+    return max(0, int((limit - LIBRARIES - weights - needs.workspace()) * SHARE))
 
 
 def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: int) -> int:

@@ -34,9 +34,9 @@ class Scheduler:
         ):
             if needed > there:
                 raise MemoryError(
-                    f"the request may need {needed / 1e9:.2f} GB {name}for keys, values and index "
+                    f"the request may need {_size(needed)} {name}for keys, values and index "
                     f"({len(request.prompt_ids)} prompt tokens, {request.params.n} times up to "
-                    f"{request.params.max_tokens} new ones); {there / 1e9:.2f} GB are there: "
+                    f"{request.params.max_tokens} new ones); {_size(there)} are there: "
                     "shorten the prompt, lower max_tokens or n, or take a smaller index"
                 )
         if request.params.n > self.max_sequences:
@@ -86,3 +86,7 @@ class Scheduler:
         for request in list(self._let_in.values()):
             if request.sequences and all(s.finish for s in request.sequences):
                 del self._let_in[request.id]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def load(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     name: a built-in model (installed first if need be), a local folder in Hugging Face format, or
         a name on the Hugging Face hub. What the hub's own cache holds is used as it is there,
         without asking the network.
-    device: "auto" is the GPU if torch sees one, else the CPU; otherwise as torch calls it.
+    device: "auto" is the GPU if torch sees one, else the CPU; otherwise cpu, cuda or cuda:N.
     dtype: float32, bfloat16 or float16. "auto" is the checkpoint's own, except on CPUs, where
         float16 is slow: there both half precisions become bfloat16 if the CPU computes in it
         (AVX512-BF16; ARM64 is taken to), else float32, which is twice the memory and several
@@ -115,6 +116,8 @@ def _load(
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(name)):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, not {str(name)!r}")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

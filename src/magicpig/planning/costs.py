@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
+from magicpig.planning.batch_memory import BatchMemory
 from magicpig.planning.geometry import ModelGeometry
 from magicpig.planning.machines import Cpu, Gpu
 
@@ -24,9 +26,7 @@ ROW_ALONE = 1.7  # a row takes longer where it is not asked for while others are
 CPU_LAYER_SECONDS = 200e-6  # Python and small operations of a layer, where there is no GPU
 WINDOW_TOKENS = 592  # of a sequence: sinks, local tokens, two blocks
 DENSE_LAYERS = 2
-PROMPT_LAYERS = 3  # of a prompt, that the GPU may hold while it is read
-PART_TOKENS = 2048  # of a prompt, read at once
-CONTEXT = 0.6e9  # bytes that CUDA and its libraries take of a GPU
+MIN_ROWS = 64  # that `scan` reads, where there are as many
 
 
 @dataclass(frozen=True)
@@ -67,87 +67,63 @@ class System:
     """
 
     name = "gpu-only"
+    dense = 0  # layers that read everything where others do not
 
     def __init__(self, model: ModelGeometry, machine: Machine, load: Load) -> None:
         self.model, self.cpu, self.load = model, machine.cpu, load
         self.gpu = machine.gpu or NO_GPU
 
+    @cached_property
+    def memory(self) -> BatchMemory:
+        method = "full" if self.name == "gpu-only" else self.name
+        return BatchMemory(self.model, method, self.dense > 0, self.load.context, self.gpu.memory)
+
     def step(self, batch: int) -> Step:
-        return Step(
-            self._gpu_seconds(batch, self.model.layers) + self.model.layers * GPU_LAYER_SECONDS,
-            "GPU memory",
-            self._gpu_memory(batch, self.model.layers, self.model.layers),
-            0.0,
-        )
+        seconds, bound = self._seconds(batch)
+        return Step(seconds, bound, *self.memory.of(batch))
+
+    def _seconds(self, batch: int) -> tuple[float, str]:
+        """And what takes most of them."""
+        layers = self.model.layers
+        return self._gpu_seconds(batch, layers) + layers * GPU_LAYER_SECONDS, "GPU memory"
 
     def largest_batch(self, most: int = 4096) -> int:
         """That fits into both memories; 0: not even one sequence does."""
-
-        def fits(batch: int) -> bool:
-            step = self.step(batch)
-            return step.gpu_memory <= self.gpu.memory and (
-                self.cpu.memory is None or step.cpu_memory <= self.cpu.memory
-            )
-
-        low, high = 0, 1
-        while high <= most and fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return min(low, most)
+        return min(most, self.memory.largest(self.cpu.memory))
 
     def _gpu_seconds(self, batch: int, dense_layers: int) -> float:
         """Linear layers, and attention of the layers whose keys are there."""
         model, gpu = self.model, self.gpu
         read = model.parameters_read * model.itemsize / (GPU_STREAMED * gpu.bandwidth)
         computed = 2 * model.parameters_read * batch / (GPU_COMPUTED * gpu.flops)
-        near = model.kv_bytes(WINDOW_TOKENS, model.layers - dense_layers)
+        window = min(WINDOW_TOKENS, self.load.context)
+        near = model.kv_bytes(window, model.layers - dense_layers)
         keys = batch * (model.kv_bytes(self.load.context, dense_layers) + near)
         return max(read, computed) + keys / (GPU_STREAMED * gpu.bandwidth)
 
-    def _gpu_memory(self, batch: int, dense_layers: int, prompt_layers: int) -> float:
-        """prompt_layers: whose keys of a prompt are there while it is read."""
-        model = self.model
-        kept = model.kv_bytes(self.load.context, dense_layers) + model.kv_bytes(
-            WINDOW_TOKENS, model.layers - dense_layers
-        )
-        prompt = model.kv_bytes(self.load.context, max(0, prompt_layers - dense_layers))
-        widths = 8 * model.hidden + 3 * model.intermediate
-        activations = PART_TOKENS * widths * model.itemsize
-        weights = model.parameters * model.itemsize
-        return CONTEXT + weights + batch * kept + prompt + activations
-
 
 class KvStream(System):
-    """The cache in host memory, copied to the GPU at every step."""
+    """The cache in host memory, copied to the GPU at every step, layer by layer."""
 
     name = "kv-stream"
 
-    def step(self, batch: int) -> Step:
-        model = self.model
-        moved = batch * model.kv_bytes(self.load.context) / self.gpu.link
-        computed = self._gpu_seconds(batch, model.layers)
-        return Step(
-            max(moved, computed),
-            "link" if moved > computed else "GPU memory",
-            self._gpu_memory(batch, 0, 2 * batch),  # a layer's at hand, the next one's on its way
-            (batch + 1) * model.kv_bytes(self.load.context),
-        )
+    def _seconds(self, batch: int) -> tuple[float, str]:
+        moved = batch * self.model.kv_bytes(self.load.context) / self.gpu.link
+        computed, bound = super()._seconds(batch)
+        return moved + computed, "link" if moved > computed else bound
 
 
 class Hybrid(System):
     """The far context in the CPU's memory, and attended to by it."""
 
     dense = DENSE_LAYERS  # where there are as many
-    index_share = 0.0  # bytes of the index, of the rows'
 
     @property
     def dense_layers(self) -> int:
         return min(self.dense, self.model.layers)
 
-    def on_cpu(self, batch: int) -> Step:
-        """A step of a machine without a GPU."""
+    def _seconds_on_cpu(self, batch: int) -> tuple[float, str]:
+        """Of a machine without a GPU."""
         model, cpu = self.model, self.cpu
         read = model.parameters_read * model.itemsize / (CPU_LINEAR * cpu.stream)
         computed = 2 * model.parameters_read * batch / (cpu.cores * cpu.flops)
@@ -160,14 +136,12 @@ class Hybrid(System):
             (batch * attention, bound),
             (model.layers * CPU_LAYER_SECONDS, "Python"),
         ]
-        kept = model.kv_bytes(self.load.context)
-        memory = model.parameters * model.itemsize + batch * kept * (1 + self.index_share) + kept
-        return Step(sum(seconds for seconds, _ in parts), max(parts)[1], 0.0, memory)
+        return sum(seconds for seconds, _ in parts), max(parts)[1]
 
-    def step(self, batch: int) -> Step:
+    def _seconds(self, batch: int) -> tuple[float, str]:
         """As one batch, GPU and CPU by turns, or as two halves by turns: whichever is better."""
         if self.gpu is NO_GPU:
-            return self.on_cpu(batch)
+            return self._seconds_on_cpu(batch)
         layers = self.model.layers - self.dense_layers
         each, cpu_bound = max(self._cpu_seconds())
 
@@ -187,18 +161,7 @@ class Hybrid(System):
             if max(gpu, cpu) + filling < seconds:
                 seconds = max(gpu, cpu) + filling
                 bound = cpu_bound if cpu >= gpu else "GPU memory"
-        kept = self.model.kv_bytes(self.load.context, layers)
-        return Step(
-            seconds,
-            bound,
-            self._gpu_memory(batch, self.dense_layers, self.dense_layers + PROMPT_LAYERS)
-            + batch * layers * self._gpu_index_bytes(),
-            batch * kept * (1 + self.index_share) + kept,
-        )
-
-    def _gpu_index_bytes(self) -> float:
-        """Of one sequence and layer, in the GPU's memory."""
-        return 0.0
+        return seconds, bound
 
     def _gpu_layer_seconds(self, batch: int) -> float:
         """That a GPU takes to draw a layer's rows."""
@@ -226,10 +189,12 @@ class Lsh(Hybrid):
         super().__init__(model, machine, load)
         self.bits, self.num_tables = tables
         self.name = f"lsh:{self.bits}:{self.num_tables}"
-        self.index_share = (2 * self.num_tables + 8) / model.row_bytes
 
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
         model, cpu = self.model, self.cpu
+        if self.load.context < 2**self.bits:  # which are read whole
+            yield from super()._cpu_seconds()
+            return
         entries = model.heads * self.num_tables * self.load.context / 2**self.bits
         rows = model.heads * self.load.context * self.load.lsh_share
         work = entries * cpu.entry_seconds + rows * _row_seconds(cpu, model)
@@ -243,15 +208,11 @@ class Scan(Hybrid):
         self.bits = bits
         self.name = f"scan:{bits}:{100 * load.scan_share:g}%"
         self.code_bytes = model.head_dim * bits / 8 + 8
-        self.index_share = self.code_bytes / model.row_bytes
 
     @property
     def _codes(self) -> float:
         """Bytes, of one sequence and layer."""
         return self.model.kv_heads * self.load.context * self.code_bytes
-
-    def _gpu_index_bytes(self) -> float:
-        return self._codes
 
     def _gpu_layer_seconds(self, batch: int) -> float:
         keys = self.model.kv_heads * self.load.context
@@ -261,7 +222,8 @@ class Scan(Hybrid):
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
         """The CPU reads rows; codes too, where there is no GPU to do that."""
         model, cpu = self.model, self.cpu
-        rows = model.heads * self.load.context * self.load.scan_share
+        least = min(MIN_ROWS, self.load.context)
+        rows = model.heads * max(least, self.load.context * self.load.scan_share)
         if self.gpu is not NO_GPU:
             yield rows * ROW_ALONE * _row_seconds(cpu, model) / cpu.cores, "CPU cores"
             yield rows * model.row_bytes / cpu.gather, "CPU memory"

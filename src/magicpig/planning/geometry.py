@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 # Enough of their configurations to plan for models that are not here.
@@ -15,6 +15,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
             "vocab_size": 128256,
         },
     ),
@@ -26,6 +27,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 80,
             "num_attention_heads": 64,
             "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
             "vocab_size": 128256,
         },
     ),
@@ -37,6 +39,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 32,
+            "max_position_embeddings": 4_096,
             "vocab_size": 32000,
         },
     ),
@@ -48,6 +51,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 40,
             "num_attention_heads": 40,
             "num_key_value_heads": 40,
+            "max_position_embeddings": 4_096,
             "vocab_size": 32000,
         },
     ),
@@ -59,6 +63,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
+            "max_position_embeddings": 32_768,
             "vocab_size": 32768,
             "sliding_window": None,
         },
@@ -71,6 +76,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 28,
             "num_attention_heads": 28,
             "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
             "vocab_size": 152064,
         },
     ),
@@ -81,25 +87,28 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 class ModelGeometry:
     """layers: those with full attention over the whole context; others cost little.
 
-    hidden, intermediate: widths of states and of the MLP. parameters: all of them; parameters_read:
-    those that a step reads, which takes one row of the embedding.
+    parameters: all of them; parameters_read: those that a step reads, which takes one row of the
+    embedding. longest: tokens that it was made for, where that is known. config: transformers'.
     """
 
     name: str
     layers: int
-    hidden: int
-    intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
     parameters: int
     parameters_read: int
+    longest: int | None
+    config: Any = field(repr=False, compare=False)
     itemsize: int = 2
 
     @property
     def row_bytes(self) -> int:
         """Of a token's key and value in one KV head."""
         return 2 * self.head_dim * self.itemsize
+
+    def as_dict(self) -> dict[str, Any]:
+        return {x.name: getattr(self, x.name) for x in fields(self) if x.name != "config"}
 
     def kv_bytes(self, tokens: float, layers: float | None = None) -> float:
         layers = self.layers if layers is None else layers
@@ -131,13 +140,13 @@ def geometry_of(name: str) -> ModelGeometry:
     return ModelGeometry(
         name,
         len(layers),
-        text.hidden_size,
-        getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         text.num_attention_heads,
         kv_heads,
         dim,
         parameters,
         parameters_read,
+        getattr(text, "max_position_embeddings", None),
+        config,
     )
 
 

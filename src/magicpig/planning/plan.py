@@ -67,7 +67,7 @@ def as_dict(model: ModelGeometry, machine: Machine, load: Load, most: int) -> di
     found = choices(model, machine, load, most)
     best = best_of(found)
     return {
-        "model": asdict(model),
+        "model": model.as_dict(),
         "gpu": asdict(machine.gpu) if machine.gpu else None,
         "cpu": asdict(machine.cpu),
         "load": asdict(load),
