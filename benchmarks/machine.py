@@ -14,3 +14,13 @@ def hardware() -> str:
         names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         model = names[0].split(":")[1].strip() if names else model
     return f"{model}, {len(os.sched_getaffinity(0))} CPUs, ISA {magicpig.isa()}"
+
+
+def cpu_time() -> tuple[int, int]:
+    """Of all CPUs since they were started: all of it, and what a hypervisor gave to others."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0, 0
+    times = [int(field) for field in fields]
+    return sum(times), times[7]

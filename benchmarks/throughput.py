@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import hardware
+from machine import cpu_time, hardware
 from rich.console import Console
 from rich.progress import track
 from throughput_report import Point, best_table, plot, table
@@ -322,7 +322,7 @@ def main() -> None:
     contexts, budgets, batches = QUICK if args.quick else ALL
     budgets = args.budgets or (["none"] if args.device == "cpu" else budgets)
     contexts, batches = args.contexts or contexts, args.batches or batches
-    start = time.perf_counter()
+    start, times = time.perf_counter(), cpu_time()
     print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
     if args.device == "cuda":
         print(f", {torch.cuda.get_device_name()}", end="")
@@ -344,6 +344,9 @@ def main() -> None:
     print(table(points))
     print()
     print(best_table(points, budgets))
+    spent, stolen = (now - then for now, then in zip(cpu_time(), times, strict=True))
+    if spent:
+        print(f"\nOf the CPUs' time {stolen / spent:.1%} went to other guests of the machine.")
     if args.plot:
         plot(points, args.plot)
 
