@@ -72,8 +72,9 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
         const uint32_t at = k * piece.blocks + begin,
                        there = at < piece.tokens ? std::min(count, piece.tokens - at) : 0;
         float* to = centred + k * count * dim;
-        kernels.centre[type](vectors + (first_token + at) * row_bytes_, there, dim, from, least, to,
-                             inverse + k * count);
+        if (there)
+          kernels.centre[type](vectors + (first_token + at) * row_bytes_, there, dim, from, least, to,
+                               inverse + k * count);
         std::fill(to + there * dim, to + count * dim, 0.0f);
         std::fill(inverse + k * count + there, inverse + (k + 1) * count, 0.0f);
       }

@@ -43,11 +43,11 @@ class BatchMemory:
 
     def of(self, batch: int) -> tuple[float, float]:
         """Bytes of the GPU and of the CPU."""
-        needed = sum([self._one] * batch, self._reading)
+        host = self._reading.host + batch * self._one.host
         if not self._gpu_memory:
-            return 0.0, float(self._weights + needed.host)
+            return 0.0, float(self._weights + host)
         fixed = LIBRARIES + self._weights + self._needs.workspace()
-        return float(fixed + needed.device), float(needed.host)
+        return float(fixed + self._reading.device + batch * self._one.device), float(host)
 
     def largest(self, cpu_memory: float | None) -> int:
         """The largest batch that fits; cpu_memory: None for enough."""

@@ -192,7 +192,7 @@ class Lsh(Hybrid):
 
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
         model, cpu = self.model, self.cpu
-        if self.load.context < 2**self.bits:  # which are read whole
+        if self.load.context - WINDOW_TOKENS < 2**self.bits:  # which are read whole
             yield from super()._cpu_seconds()
             return
         entries = model.heads * self.num_tables * self.load.context / 2**self.bits
