@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "codes.h"
 
@@ -15,7 +16,24 @@ constexpr size_t kShare = 8, kLeastBlocks = 64, kMostBlocks = 256;
 // log(0.5 / log(2)^2): how much larger probabilities are, on average, than the powers that they interpolate.
 constexpr float kLogExcess = 0.0398967f;
 
-// Keys of one KV head that lie evenly over a sequence.
+// Of a multiple of sixteen numbers.
+double sum_of(const float* x, size_t count) {
+  double sums[kCodeBlock] = {};
+  for (size_t i = 0; i < count; i += kCodeBlock)
+    for (size_t k = 0; k < kCodeBlock; ++k) sums[k] += double{x[i + k]};
+  return std::accumulate(sums, sums + kCodeBlock, 0.0);
+}
+
+// What a thread has at hand to find thresholds with: they may be looked for among all keys, in every step.
+struct Room {
+  std::vector<float> logs, biases, terms, scratch;
+};
+Room& room() {
+  static thread_local Room own;
+  return own;
+}
+
+// Keys of one KV head that lie evenly over a sequence. One at a time in a thread.
 struct Subsample {
   struct Part {
     const Codes* segment;
@@ -35,8 +53,9 @@ struct Subsample {
                              ? total
                              : std::min(total, std::clamp(total / kShare, kLeastBlocks, kMostBlocks));
     keys = count * kCodeBlock;
-    logs.resize(group * keys);
-    biases.resize(geometry.scan->target_error > 0 ? keys : 0);
+    logs.resize(std::max(logs.size(), group * keys));
+    const bool wanted = geometry.scan->target_error > 0;
+    if (wanted) biases.resize(std::max(biases.size(), keys));
     size_t start = 0, done = 0;
     std::vector<size_t> places;
     for (Part& part : parts) {
@@ -44,7 +63,7 @@ struct Subsample {
       for (size_t i = done; i < count && i * total / count < start + part.segment->num_blocks(); ++i)
         places.push_back(i * total / count - start);
       absent += part.segment->logs(ask, places, keys, logs.data() + done * kCodeBlock,
-                                   biases.empty() ? nullptr : biases.data() + done * kCodeBlock);
+                                   wanted ? biases.data() + done * kCodeBlock : nullptr);
       done += places.size();
       start += part.segment->num_blocks();
       part.count = places.size() * kCodeBlock;
@@ -57,7 +76,7 @@ struct Subsample {
   uint32_t group;
   size_t keys = 0, absent = 0, tokens = 0;
   std::vector<Part> parts;
-  std::vector<float> logs, biases;  // [group, keys], [keys]
+  std::vector<float>&logs = room().logs, &biases = room().biases;  // [group, keys], [keys], or more
 };
 
 // What the error of one head's output would be, by its codes: sqrt(sum_i (1 / p_i - 1) (w_i d_i)^2) / (W |o|), over
@@ -71,7 +90,7 @@ class Prediction {
       : k_(kernels), logs_(sample.of_head(head)), count_(sample.keys), each_(sample.each()) {
     const Scan& scan = *geometry.scan;
     temper_ = scan.temper();
-    terms_.resize(3 * count_);
+    terms_.resize(std::max(terms_.size(), 3 * count_));
     peak_ = std::max(k_.highest_score(logs_, sample.biases.data(), count_, temper_), near.lse);
     k_.error_terms({logs_, sample.biases.data(), count_, temper_, peak_}, terms_.data());
     const double beside = std::isinf(near.lse) ? 0 : std::exp(double{near.lse} - peak_);
@@ -80,13 +99,11 @@ class Prediction {
     double squares = 0;
     const float* mass = terms_.data();
     for (const Subsample::Part& part : sample.parts) {
-      double far = 0;
-      for (size_t i = 0; i < part.count; ++i) far += *mass++;
-      far *= each_;
+      const double far = each_ * sum_of(mass, part.count);
+      mass += part.count;
       for (uint32_t d = 0; d < scan.dim; ++d) out[d] += far * part.segment->mean_value(kv_head)[d];
     }
-    for (size_t i = 0; i < count_; ++i) squares += terms_[count_ + i];
-    squares *= each_;
+    squares += each_ * sum_of(terms_.data() + count_, count_);
     for (double x : out) squares += x * x;
     whole_ = std::sqrt(squares) / scan.optimism();
   }
@@ -126,7 +143,8 @@ class Prediction {
   size_t count_;
   double each_, whole_;
   float temper_, peak_;
-  std::vector<float> terms_;  // [3, keys]: weights, squares of what keys can change, the same over their probabilities
+  std::vector<float>& terms_ =
+      room().terms;  // [3, keys], or more: weights, squares of what keys can change, the same over their probabilities
 };
 
 }  // namespace
@@ -140,7 +158,8 @@ void set_thresholds(const Kernels& kernels, const Geometry& geometry, const std:
   if (!sample.keys) return;
   const auto tokens = static_cast<double>(sample.tokens);
   const double most = std::max(double{scan.budget} * tokens, static_cast<double>(scan.min_rows));
-  std::vector<float> scratch(2 * sample.keys);
+  std::vector<float>& scratch = room().scratch;
+  scratch.resize(std::max(scratch.size(), 2 * sample.keys));
   for (uint32_t h = 0; h < group; ++h) {
     const auto threshold_of = [&](double rows) {  // for so many rows of all
       return kernels.log_threshold(sample.of_head(h), sample.keys, static_cast<float>(rows / sample.each()),
