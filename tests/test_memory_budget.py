@@ -255,6 +255,18 @@ def test_pinned_memory_is_given_back_where_others_need_it(monkeypatch):
         scheduler.drop(request)
         known.append((sum(scheduler._pinned), len(given_back)))
     assert known == [(20, 0), (60, 0), (60, 0), (90, 0), (40, 1), (90, 2)]
+    together = Scheduler(Memory(80, 1), 8)
+    for number, reading in enumerate((40, 20, 40, 20)):
+        together.add(Request(number, [1], SamplingParams(), Memory(5), Memory(reading)))
+        assert together.next_prompt()
+    assert len(given_back) == 2  # there was room for all
+    monkeypatch.setattr("magicpig.engine.scheduler.give_back_pinned", lambda: 1 / 0)
+    request = Request(9, [1], SamplingParams(), Memory(5), Memory(45))
+    together.add(request)
+    with pytest.raises(ZeroDivisionError):
+        together.next_prompt()
+    assert request.id not in together._let_in  # it can be tried again
+    assert list(together.waiting) == [request]
 
 
 @pytest.mark.parametrize(

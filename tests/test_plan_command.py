@@ -48,6 +48,7 @@ def test_the_papers_machine_is_met():
 
 def test_plans_count_windows_as_the_engine_does():
     window = WindowConfig()
+    assert window.sinks + window.local == costs.ALWAYS_NEAR
     assert window.sinks + window.local + 2 * window.block == costs.WINDOW_TOKENS
     assert ScanConfig().min_rows == costs.MIN_ROWS
 
@@ -218,6 +219,7 @@ def test_any_folder_is_a_model(tmp_path):
         (["--gpu", "A100"], "could be more than one: A100-40GB, A100-80GB"),
         (["--cpu", "6502"], "--cpu '6502' is not known"),
         (["--context", "long"], "a length must be a number of tokens"),
+        (["--context", "1000000000000"], "1,073,741,824 at most, like 4k"),
         (["--model", "no/such/model"], "is neither here nor on the hub"),
         (["--cpu-bandwidth", "fast"], "--cpu-bandwidth must be a number and a unit"),
         (["--cpu-bandwidth", "300"], "like 300GB/s, not '300'"),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from magicpig.document import Document
 
 STDIN = Path("-")
+MOST_TOKENS = 2**30  # of a text, by its length alone
 
 
 def prompt_of(
@@ -106,8 +107,11 @@ def length_list(text: str) -> list[int]:
     lengths = []
     for word in (part.strip().lower() for part in text.split(",")):
         number, unit = (word[:-1], 1024) if word.endswith("k") else (word, 1)
-        if not number.isdecimal() or int(number) == 0:
-            raise ValueError(f"a length must be a number of tokens, like 4k or 6000, not {word!r}")
+        if not number.isdecimal() or len(number) > 10 or not 0 < int(number) * unit <= MOST_TOKENS:
+            raise ValueError(
+                f"a length must be a number of tokens, {MOST_TOKENS:,} at most, like 4k or 6000, "
+                f"not {word!r}"
+            )
         lengths.append(int(number) * unit)
     return lengths
 

@@ -241,8 +241,10 @@ def _empty_frames(events: List[Event]) -> None:
 
     It may be the keys and values of many sequences, whose memory counts as free.
     """
-    for event in events:
-        error = event.error
-        while error is not None:
+    errors, seen = [event.error for event in events], set[int]()
+    while errors:
+        error = errors.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
             traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
+            errors += [error.__cause__, error.__context__]

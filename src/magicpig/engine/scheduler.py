@@ -50,21 +50,21 @@ class Scheduler:
         if not self.waiting:
             return None
         request, let_in = self.waiting[0], self._let_in.values()
-        memory = sum((other.needed for other in let_in), request.needed)
-        memory += reduce(Memory.most, (other.reading for other in let_in), request.reading)
+        needed = sum((other.needed for other in let_in), request.needed)
+        reading = reduce(Memory.most, (other.reading for other in let_in), request.reading)
         sequences = sum(other.params.n for other in let_in) + request.params.n
-        if let_in and (not memory.fits(self.budget) or sequences > self.max_sequences):
+        fits = (needed + reading).fits(self.budget) and sequences <= self.max_sequences
+        if let_in and not fits:
             return None
-        self._let_in[request.id] = request
         if self.budget.device:
-            self._pin(request.reading.host, memory)
+            self._pin(request.reading.host, needed.host)
+        self._let_in[request.id] = request
         return self.waiting.popleft()
 
-    def _pin(self, nbytes: int, memory: Memory) -> None:
+    def _pin(self, nbytes: int, needed: int) -> None:
         """Prompts are in pinned memory, which torch keeps for others that take as much of it; it is
-        given back where there is no room for it beside the memory of those who were let in."""
-        kept = sum(self._pinned - {nbytes})
-        if not (memory + Memory(kept)).fits(self.budget):
+        given back where there is no room for it beside what those need who were let in."""
+        if self._pinned - {nbytes} and needed + sum(self._pinned | {nbytes}) > self.budget.host:
             give_back_pinned()
             self._pinned.clear()
         self._pinned.add(nbytes)

@@ -50,10 +50,11 @@ def early_part(built: int, far: int, index: IndexConfig | None) -> int:
 
 def early_pieces(far: int, index: IndexConfig | None) -> list[int]:
     """Segments of a prompt, parts of which are made early."""
-    sizes: list[int] = []
-    while part := early_part(sum(sizes), far, index):
+    sizes, built = list[int](), 0
+    while part := early_part(built, far, index):
         sizes.append(part)
-    return sizes + pieces(far - sum(sizes))
+        built += part
+    return sizes + pieces(far - built)
 
 
 def pieces(tokens: int) -> list[int]:

@@ -24,7 +24,8 @@ DRAW_SECONDS = 20e-6  # of a GPU, for a layer whose rows it draws, beside its co
 KEY_SECONDS = 120e-12  # of a GPU, for a coded key of a KV head: more than its memory takes
 ROW_ALONE = 1.7  # a row takes longer where it is not asked for while others are drawn
 CPU_LAYER_SECONDS = 200e-6  # Python and small operations of a layer, where there is no GPU
-WINDOW_TOKENS = 592  # of a sequence: sinks, local tokens, two blocks
+ALWAYS_NEAR = 80  # tokens of a sequence: sinks, local tokens
+WINDOW_TOKENS = 592  # and two blocks
 DENSE_LAYERS = 2
 MIN_ROWS = 64  # that `scan` reads, where there are as many
 
@@ -192,7 +193,7 @@ class Lsh(Hybrid):
 
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
         model, cpu = self.model, self.cpu
-        if self.load.context - WINDOW_TOKENS < 2**self.bits:  # which are read whole
+        if self.load.context - ALWAYS_NEAR < 2**self.bits:  # which are read whole
             yield from super()._cpu_seconds()
             return
         entries = model.heads * self.num_tables * self.load.context / 2**self.bits
