@@ -60,38 +60,40 @@ void Codes::encode(const Kernels& kernels, RowType type, uint32_t kv_head, const
   parallel_for(parts, [&](size_t part) {
     constexpr size_t kKeys = kBlocksAtOnce * kCodeBlock;
     static thread_local std::vector<float> scratch;
-    scratch.resize(kKeys * dim + kCodeBlock * (dim + 32) + kKeys);
-    float *centred = scratch.data(), *rotated = centred + kKeys * dim, *inverse = rotated + kCodeBlock * (dim + 32);
+    scratch.resize(kKeys * dim + kCodeBlock * kChunk + kBlocksAtOnce * dim + kCodeBlock * (dim + 32) + kKeys);
+    float *centred = scratch.data(), *unused = centred + kKeys * dim + kCodeBlock * kChunk,
+          *rotated = unused + kBlocksAtOnce * dim, *inverse = rotated + kCodeBlock * (dim + 32);
     const size_t first = part * kBlocksAtOnce, first_token = first / kPieceBlocks * kPieceTokens;
     const CodePiece piece = CodePiece::at(first / kPieceBlocks, num_tokens_);
     const auto begin = static_cast<uint32_t>(first % kPieceBlocks);
     const uint32_t count = std::min(kBlocksAtOnce, piece.blocks - begin);
-    // Vectors of these blocks, less their mean, [16, count, dim]; padding is 0.
-    const auto centre = [&](const char* vectors, const float* from, float least) {
-      for (uint32_t k = 0; k < kCodeBlock; ++k) {
-        const uint32_t at = k * piece.blocks + begin,
-                       there = at < piece.tokens ? std::min(count, piece.tokens - at) : 0;
-        float* to = centred + k * count * dim;
-        if (there)
-          kernels.centre[type](vectors + (first_token + at) * row_bytes_, there, dim, from, least, to,
-                               inverse + k * count);
-        std::fill(to + there * dim, to + count * dim, 0.0f);
-        std::fill(inverse + k * count + there, inverse + (k + 1) * count, 0.0f);
+    // Keys of these blocks, less their mean, are [16, count, dim], and inverse distances of values [16, count]; both
+    // are 0 for padding. Strides that are powers of two would get into each other's way in caches.
+    const size_t stride = size_t{count} * dim + kChunk;
+    for (uint32_t k = 0; k < kCodeBlock; ++k) {
+      const uint32_t at = k * piece.blocks + begin, there = at < piece.tokens ? std::min(count, piece.tokens - at) : 0;
+      float *keys = centred + k * stride, *distances = inverse + k * count;
+      if (there) {
+        const size_t from = (first_token + at) * row_bytes_;
+        kernels.centre[type](rows + from, there, dim, mean(kv_head), tolerance, keys, distances);
+        kernels.centre[type](values + from, there, dim, mean_value(kv_head), 0.0f, unused, distances);
       }
-    };
-    centre(rows, mean(kv_head), tolerance);
+      std::fill(keys + there * dim, keys + count * dim, 0.0f);
+      std::fill(distances + there, distances + count, 0.0f);
+    }
     for (uint32_t i = 0; i < count; ++i) {
-      kernels.encode({centred + i * dim, size_t{count} * dim, dim, scan_->bits, scan_->step(), scan_->signs.data(),
+      kernels.encode({centred + i * dim, stride, dim, scan_->bits, scan_->step(), scan_->signs.data(),
                       scan_->num_rounds, scan_->span, blocks(kv_head) + (first + i) * scan_->block_bytes(), rotated});
     }
-    centre(values, mean_value(kv_head), 0.0f);
+    double squares = 0;
     for (uint32_t i = 0; i < count; ++i) {
       for (uint32_t k = 0; k < kCodeBlock; ++k) {
         const float close = inverse[k * count + i], distance = close > 0 ? 1 / close : 0;
         biases(kv_head, first + i)[k] = distance;
-        sums[part] += double{distance} * distance;
+        squares += double{distance} * distance;
       }
     }
+    sums[part] = squares;
   });
   double ordinary = dot(mean_value(kv_head), mean_value(kv_head), dim);
   for (double sum : sums) ordinary += sum / num_tokens_;
