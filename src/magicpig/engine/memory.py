@@ -237,9 +237,9 @@ def there_is(
     if not left:
         parts = weights, needs.workspace(), LIBRARIES
         raise ValueError(
-            f"gpu_memory is {_gb(limit)}, and {_gb(sum(parts))} are needed before the first "
-            f"sequence: {_gb(parts[0])} for weights, {_gb(parts[1])} for work space, "
-            f"{_gb(parts[2])} for CUDA"
+            f"gpu_memory is {size(limit)}, and {size(sum(parts))} are needed before the first "
+            f"sequence: {size(parts[0])} for weights, {size(parts[1])} for work space, "
+            f"{size(parts[2])} for CUDA"
         )
     total = torch.cuda.get_device_properties(needs.device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - LIBRARIES) / total), needs.device)
@@ -268,5 +268,5 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length() if nbytes else 0
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"
+def size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -11,7 +11,7 @@ from collections import deque
 from functools import reduce
 
 from magicpig.attention.gpu import give_back_pinned
-from magicpig.engine.memory import Memory
+from magicpig.engine.memory import Memory, size
 from magicpig.engine.sequence import Request, Sequence
 
 
@@ -34,9 +34,9 @@ class Scheduler:
         ):
             if needed > there:
                 raise MemoryError(
-                    f"the request may need {_size(needed)} {name}for keys, values and index "
+                    f"the request may need {size(needed)} {name}for keys, values and index "
                     f"({len(request.prompt_ids)} prompt tokens, {request.params.n} times up to "
-                    f"{request.params.max_tokens} new ones); {_size(there)} are there: "
+                    f"{request.params.max_tokens} new ones); {size(there)} are there: "
                     "shorten the prompt, lower max_tokens or n, or take a smaller index"
                 )
         if request.params.n > self.max_sequences:
@@ -86,7 +86,3 @@ class Scheduler:
         for request in list(self._let_in.values()):
             if request.sequences and all(s.finish for s in request.sequences):
                 del self._let_in[request.id]
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
