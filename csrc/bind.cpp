@@ -14,6 +14,7 @@
 
 #include "bind_linear.h"
 #include "dispatch.h"
+#include "growing.h"
 #include "layer_kv.h"
 #include "roofs.h"
 #include "tables.h"
@@ -35,21 +36,50 @@ void append(LayerKV& kv, const Array& keys, const Array& values) {
   kv.append(key_view, value_view, count);
 }
 
-// One segment, whose keys another device has hashed.
-void append_hashed(LayerKV& kv, const Array& keys, const Array& values, const In<uint16_t, 3>& signs) {
-  const Geometry& geometry = kv.geometry();
-  const TensorView key_view = view(keys, geometry, "keys"), value_view = view(values, geometry, "values");
-  const size_t count = keys.shape(1);
-  if (values.shape(1) != count) refuse("values must have as many tokens as keys");
+using Signs = In<uint16_t, 3>;
+
+// Of keys that another device has hashed.
+void check_signs(const Geometry& geometry, const Signs& signs, size_t count) {
   if (!geometry.lsh || count < 1 || count > Segment::kMaxTokens)
     refuse("a segment of hash tables has from 1 to 65,536 tokens");
   if (signs.shape(0) != geometry.num_kv_heads || signs.shape(1) != geometry.lsh->num_groups || signs.shape(2) != count)
     refuse("signs must have shape [num_kv_heads, projections / 16, tokens]");
+}
+
+// One segment.
+void append_hashed(LayerKV& kv, const Array& keys, const Array& values, const Signs& signs) {
+  const Geometry& geometry = kv.geometry();
+  const TensorView key_view = view(keys, geometry, "keys"), value_view = view(values, geometry, "values");
+  const size_t count = keys.shape(1);
+  if (values.shape(1) != count) refuse("values must have as many tokens as keys");
+  check_signs(geometry, signs, count);
   nb::gil_scoped_release release;
   const auto segment =
       std::make_shared<Segment>(geometry, Source{{}, key_view, value_view}, 0, static_cast<uint32_t>(count));
   segment->build_index(geometry, signs.data());
   kv.adopt(segment);
+}
+
+// A GrowingSegment, and the sequence that will have it.
+struct Growing {
+  Growing(LayerKV& kv_, uint32_t num_tokens) : kv(kv_), segment(kv_.geometry(), num_tokens) {}
+  LayerKV& kv;
+  GrowingSegment segment;
+};
+
+void add_part(Growing& growing, const Array& keys, const Array& values) {
+  const Geometry& geometry = growing.segment.geometry();
+  const TensorView key_view = view(keys, geometry, "keys"), value_view = view(values, geometry, "values");
+  const size_t count = keys.shape(1);
+  if (values.shape(1) != count) refuse("values must have as many tokens as keys");
+  nb::gil_scoped_release release;
+  growing.segment.add(key_view, value_view, count);
+}
+
+void finish_growing(Growing& growing, const Signs& signs) {
+  check_signs(growing.segment.geometry(), signs, growing.segment.num_tokens());
+  nb::gil_scoped_release release;
+  growing.kv.adopt(growing.segment.finish(signs.data()));
 }
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -201,6 +231,12 @@ NB_MODULE(_native, m) {
             return std::make_pair(rows, index);
           },
           "Bytes of rows and of the index.");
+
+  nb::class_<Growing>(m, "GrowingSegment", "Of hash tables, for tokens that come in parts.")
+      .def(nb::init<LayerKV&, uint32_t>(), nb::keep_alive<1, 2>(), "kv"_a, "num_tokens"_a)
+      .def("add", &add_part, "keys"_a.noconvert(), "values"_a.noconvert(), "The next tokens.")
+      .def("finish", &finish_growing, "signs"_a.noconvert(),
+           "Adds the segment to kv, when all tokens are there. signs: as in LayerKV.append_hashed.");
 
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
   m.def("available_memory", &available_memory, "Bytes that can still be had.");

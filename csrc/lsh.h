@@ -34,6 +34,15 @@ struct Lsh {
     return static_cast<uint16_t>(word >> bit % kChunk & (num_buckets() - 1));
   }
 
+  // The same, of all vectors whose bits these are, [num_groups, count].
+  void codes(const uint16_t* bits, size_t count, uint32_t table, uint16_t* out) const {
+    const uint32_t bit = table * bits_per_table, shift = bit % kChunk, mask = num_buckets() - 1;
+    const uint16_t* words = bits + bit / kChunk * count;
+    const uint16_t* next = shift + bits_per_table > kChunk ? words + count : words;  // where it has the last bits
+    for (size_t i = 0; i < count; ++i)
+      out[i] = static_cast<uint16_t>((words[i] | static_cast<uint32_t>(next[i]) << 16) >> shift & mask);
+  }
+
   // Signs of the projections of `count` vectors [count, dim], as Kernels::hash gives them: [num_groups, count].
   std::vector<uint16_t> sign_bits(const Kernels& kernels, const float* x, size_t count) const;
 };

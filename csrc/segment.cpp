@@ -41,11 +41,20 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
   const size_t old = magicpig::num_tokens(source.segments);
   const uint32_t copied = first < old ? static_cast<uint32_t>(std::min<size_t>(count, old - first)) : 0;
   if (copied) copy(source.segments, first, copied);
-  if (copied < count) {
-    pack(geometry, source.keys, 0, first + copied - old, copied);
-    pack(geometry, source.values, row_bytes_ / 2, first + copied - old, copied);
-  }
+  if (copied < count) fill(geometry, source.keys, source.values, first + copied - old, copied, count - copied);
   row_seconds_ = watch.seconds();
+}
+
+Segment::Segment(const Geometry& geometry, uint32_t count)
+    : num_tokens_(count),
+      num_kv_heads_(geometry.num_kv_heads),
+      row_bytes_(geometry.row_bytes()),
+      rows_(size_t{num_kv_heads_} * count * row_bytes_) {}
+
+void Segment::fill(const Geometry& geometry, const TensorView& keys, const TensorView& values, size_t first,
+                   uint32_t at, uint32_t count) {
+  pack(geometry, keys, 0, first, at, count);
+  pack(geometry, values, row_bytes_ / 2, first, at, count);
 }
 
 Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer index)
@@ -67,10 +76,13 @@ Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer i
 void Segment::build_index(const Geometry& geometry, const uint16_t* signs) {
   if (!geometry.indexed() || num_tokens_ < geometry.exact_below) return;
   const Kernels& k = kernels();
-  if (geometry.lsh)
-    index_ = std::make_unique<Tables>(k, geometry.lsh, geometry.type, num_kv_heads_, num_tokens_, rows_.data(), signs);
-  else
+  if (geometry.lsh) {
+    auto tables = std::make_unique<Tables>(geometry.lsh, geometry.type, num_kv_heads_, num_tokens_);
+    tables->build(k, rows_.data(), signs);
+    index_ = std::move(tables);
+  } else {
     index_ = std::make_unique<Codes>(k, geometry.scan, geometry.type, num_kv_heads_, num_tokens_, rows_.data());
+  }
 }
 
 void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
@@ -88,12 +100,15 @@ void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
   });
 }
 
-// Rows `at` .. end take the tensor's tokens from `first` on, in the half of the row that starts at byte `half`.
-void Segment::pack(const Geometry& geometry, const TensorView& tensor, size_t half, size_t first, uint32_t at) {
+// `count` rows from `at` on take the tensor's tokens from `first` on, in the half of the row that starts at byte
+// `half`.
+void Segment::pack(const Geometry& geometry, const TensorView& tensor, size_t half, size_t first, uint32_t at,
+                   uint32_t count) {
   const auto pack_rows = kernels().pack[tensor.type][geometry.type];
-  const size_t count = num_tokens_ - at, parts = (count + kPackChunk - 1) / kPackChunk;
+  const size_t parts = (count + kPackChunk - 1) / kPackChunk;
   parallel_for(num_kv_heads_ * parts, [&](size_t task) {
-    const size_t head = task / parts, begin = task % parts * kPackChunk, n = std::min(kPackChunk, count - begin);
+    const size_t head = task / parts, begin = task % parts * kPackChunk,
+                 n = std::min<size_t>(kPackChunk, count - begin);
     const char* in =
         tensor.data + (head * tensor.head_stride + (first + begin) * tensor.token_stride) * element_bytes(tensor.type);
     char* out = rows_.data() + (head * num_tokens_ + at + begin) * row_bytes_ + half;

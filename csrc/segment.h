@@ -41,8 +41,14 @@ class Segment {
   // std::invalid_argument for a wrong size and for an index that reaches outside.
   Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer index);
 
-  // Called once, before anyone else sees the segment. signs: see Tables.
-  void build_index(const Geometry& geometry, const uint16_t* signs = nullptr);
+  // Rows that `fill` is to bring.
+  Segment(const Geometry& geometry, uint32_t count);
+
+  // All of these before anyone else sees the segment. Tokens of tensors, from `first` on, to rows from `at` on.
+  void fill(const Geometry& geometry, const TensorView& keys, const TensorView& values, size_t first, uint32_t at,
+            uint32_t count);
+  void build_index(const Geometry& geometry, const uint16_t* signs = nullptr);  // signs: see Tables
+  void take_index(std::unique_ptr<const Index> index) { index_ = std::move(index); }
 
   uint32_t num_tokens() const { return num_tokens_; }
   Run run() const { return {rows_.data(), size_t{num_tokens_} * row_bytes_, num_tokens_, index_.get()}; }
@@ -54,7 +60,7 @@ class Segment {
 
  private:
   void copy(const SegmentList& segments, size_t first, uint32_t count);
-  void pack(const Geometry& geometry, const TensorView& tensor, size_t half, size_t first, uint32_t at);
+  void pack(const Geometry& geometry, const TensorView& tensor, size_t half, size_t first, uint32_t at, uint32_t count);
 
   uint32_t num_tokens_, num_kv_heads_;
   size_t row_bytes_;

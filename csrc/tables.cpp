@@ -18,6 +18,8 @@ namespace {
 
 constexpr size_t kHashChunk = 192;  // rows hashed at once: their centred keys stay in the second-level cache
 constexpr uint32_t kAhead = 12;     // tables whose buckets are being fetched while one is counted
+constexpr uint32_t kAtOnce = 4;     // keys
+constexpr size_t kPage = 4096, kTaken = size_t{2} << 20;  // bytes of memory that come together
 
 // Drawn rows asked for before the attention over them begins: as many as a second-level cache holds without losing the
 // first.
@@ -29,6 +31,8 @@ size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 Tables::Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens)
     : lsh_(std::move(lsh)),
+      row_type_(type),
+      num_kv_heads_(num_kv_heads),
       num_tokens_(num_tokens),
       row_bytes_(size_t{2} * lsh_->dim * element_bytes(type)),
       at_mean_(num_kv_heads) {
@@ -65,58 +69,83 @@ void Tables::find_keys_at_mean(uint32_t kv_head) {
     if (inv_norms(kv_head)[i] == 0) at_mean_[kv_head].push_back(static_cast<uint16_t>(i));
 }
 
-Tables::Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
-               uint32_t num_tokens, const char* rows, const uint16_t* signs)
-    : Tables(std::move(lsh), type, num_kv_heads, num_tokens) {
-  const size_t num_words = size_t{lsh_->num_groups} * num_tokens, bit_bytes = signs ? 0 : num_words * sizeof(uint16_t);
-  require_memory(num_kv_heads * head_bytes_ + bit_bytes);
-  memory_ = Buffer(num_kv_heads * head_bytes_);
+void Tables::take_memory(uint32_t count) {
+  const auto end_of = [&](uint32_t tokens) { return num_kv_heads_ * head_bytes_ / num_tokens_ * tokens; };
+  if (memory_.size() == 0) memory_ = Buffer(num_kv_heads_ * head_bytes_);
+  const size_t first = end_of(num_taken_), last = end_of(num_taken_ = std::min(num_tokens_, num_taken_ + count));
+  parallel_for((last - first + kTaken - 1) / kTaken, [&](size_t i) {
+    const size_t begin = first + i * kTaken;
+    for (size_t byte = begin; byte < std::min(begin + kTaken, last); byte += kPage) memory_.data()[byte] = 0;
+  });
+}
+
+void Tables::build(const Kernels& kernels, const char* rows, const uint16_t* signs) {
+  const size_t num_words = size_t{lsh_->num_groups} * num_tokens_, bit_bytes = signs ? 0 : num_words * sizeof(uint16_t);
+  const bool taken = memory_.size() > 0;
+  require_memory((taken ? 0 : num_kv_heads_ * head_bytes_) + bit_bytes);
+  if (!taken) memory_ = Buffer(num_kv_heads_ * head_bytes_);
   Buffer bit_memory(bit_bytes);
   uint16_t* bits = reinterpret_cast<uint16_t*>(bit_memory.data());
-  const uint32_t dim = lsh_->dim;
-  for (uint32_t head = 0; head < num_kv_heads; ++head) {
-    const char* keys = rows + size_t{head} * num_tokens * row_bytes_;
+  const uint32_t at_once = signs ? num_kv_heads_ : 1;  // heads: there is room for bits of one
+  const uint32_t num_chunks = (num_tokens_ + kHashChunk - 1) / kHashChunk, num_tables = lsh_->num_tables;
+  for (uint32_t first = 0; first < num_kv_heads_; first += at_once) {
     const Stopwatch hashing;
-    mean_of(kernels, type, keys, num_tokens, dim, dim, mean(head));
-    const double mean_norm = std::sqrt(dot(mean(head), mean(head), dim));
-    const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(mean_norm));
-    parallel_for((num_tokens + kHashChunk - 1) / kHashChunk, [&](size_t part) {
-      const size_t first = part * kHashChunk, count = std::min(kHashChunk, num_tokens - first);
-      static thread_local std::vector<float> scratch;
-      scratch.resize((2 * kHashChunk + 8) * dim);
-      float* centred = scratch.data() + (kHashChunk + 8) * dim;
-      kernels.centre[type](keys + first * row_bytes_, count, dim, mean(head), tolerance, centred,
-                           inv_norms(head) + first);
-      if (signs) return;
-      kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens,
-                   scratch.data());
+    for (uint32_t head = first; head < first + at_once; ++head) {
+      const char* keys = rows + size_t{head} * num_tokens_ * row_bytes_;
+      mean_of(kernels, row_type_, keys, num_tokens_, lsh_->dim, lsh_->dim, mean(head));
+    }
+    parallel_for(size_t{at_once} * num_chunks, [&](size_t task) {
+      const auto head = first + static_cast<uint32_t>(task / num_chunks);
+      centre(kernels, rows, head, task % num_chunks * kHashChunk, signs ? nullptr : bits);
     });
-    find_keys_at_mean(head);
+    for (uint32_t head = first; head < first + at_once; ++head) find_keys_at_mean(head);
     code_seconds_ += hashing.seconds();
     const Stopwatch sorting;
-    const uint16_t* found = signs ? signs + head * num_words : bits;
-    parallel_for(lsh_->num_tables, [&](size_t table) { sort_into_buckets(found, head, static_cast<uint32_t>(table)); });
+    parallel_for(size_t{at_once} * num_tables, [&](size_t task) {
+      const auto head = first + static_cast<uint32_t>(task / num_tables);
+      const uint16_t* found = signs ? signs + head * num_words : bits;
+      sort_into_buckets(found, head, static_cast<uint32_t>(task % num_tables));
+    });
     sort_seconds_ += sorting.seconds();
   }
 }
 
+// Of a head's keys from `first` on, norms less the mean, and, unless null, bits: the signs of their projections.
+void Tables::centre(const Kernels& kernels, const char* rows, uint32_t kv_head, size_t first, uint16_t* bits) const {
+  const uint32_t dim = lsh_->dim;
+  const double mean_norm = std::sqrt(dot(mean(kv_head), mean(kv_head), dim));
+  const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(mean_norm));
+  const char* keys = rows + (size_t{kv_head} * num_tokens_ + first) * row_bytes_;
+  const size_t count = std::min(kHashChunk, num_tokens_ - first);
+  static thread_local std::vector<float> scratch;
+  scratch.resize((2 * kHashChunk + 8) * dim);
+  float* centred = scratch.data() + (kHashChunk + 8) * dim;
+  kernels.centre[row_type_](keys, count, dim, mean(kv_head), tolerance, centred, inv_norms(kv_head) + first);
+  if (bits == nullptr) return;
+  kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens_, scratch.data());
+}
+
 void Tables::sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const {
-  const uint32_t buckets = lsh_->num_buckets();
+  const uint32_t buckets = lsh_->num_buckets(), count = num_tokens_;
   uint32_t* starts = offsets(kv_head) + size_t{table} * (buckets + 1);
-  uint16_t* out = ids(kv_head) + size_t{table} * num_tokens_;
-  static thread_local std::vector<uint16_t> codes;
-  codes.resize(num_tokens_);
-  std::fill(starts, starts + buckets + 1, 0);
-  for (uint32_t i = 0; i < num_tokens_; ++i) {
-    codes[i] = lsh_->code(bits, num_tokens_, i, table);
-    ++starts[codes[i]];
-  }
+  uint16_t* out = ids(kv_head) + size_t{table} * count;
+  static thread_local std::vector<uint16_t> code_memory;
+  static thread_local std::vector<uint32_t> place_memory;
+  code_memory.resize(count);
+  place_memory.assign(kAtOnce * buckets, 0);
+  uint16_t* codes = code_memory.data();
+  lsh_->codes(bits, count, table, codes);
+  // Keys next to each other are counted apart: they are often alike, and a count would wait for the one before it.
+  uint32_t* places = place_memory.data();
+  for (uint32_t i = 0; i < count; ++i) ++places[i % kAtOnce * buckets + codes[i]];
   uint32_t total = 0;
-  for (uint32_t b = 0; b <= buckets; ++b) total += std::exchange(starts[b], total);
-  for (uint32_t i = 0; i < num_tokens_; ++i) out[starts[codes[i]]++] = static_cast<uint16_t>(i);
-  // Each start has moved to its bucket's end, which is the next bucket's start: move them back by one.
-  std::memmove(starts + 1, starts, buckets * sizeof(uint32_t));
-  starts[0] = 0;
+  for (uint32_t b = 0; b < buckets; ++b) {
+    starts[b] = total;
+    for (uint32_t i = 0; i < kAtOnce; ++i) total += places[i * buckets + b];
+    places[b] = starts[b];
+  }
+  starts[buckets] = total;
+  for (uint32_t i = 0; i < count; ++i) out[places[codes[i]]++] = static_cast<uint16_t>(i);
 }
 
 void Tables::draw(const Ask& ask, Drawn* drawn) const {

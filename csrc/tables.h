@@ -12,10 +12,16 @@ namespace magicpig {
 
 class Tables : public Index {
  public:
-  // rows: [num_kv_heads, num_tokens, 2 * dim]. signs: of the centred keys' projections, [num_kv_heads, num_groups,
-  // num_tokens], where another device has found them; null: found here.
-  Tables(const Kernels& kernels, std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads,
-         uint32_t num_tokens, const char* rows, const uint16_t* signs);
+  // To be built.
+  Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens);
+
+  // Has the system hand out memory before `build` writes to it, which it then does in half the time: what belongs to
+  // `count` tokens more.
+  void take_memory(uint32_t count);
+
+  // Once. rows: [num_kv_heads, num_tokens, 2 * dim]. signs: of the centred keys' projections, [num_kv_heads,
+  // num_groups, num_tokens], where another device has found them; null: found here.
+  void build(const Kernels& kernels, const char* rows, const uint16_t* signs);
 
   // The tables of a segment that was saved: `memory` as another's memory() had it. std::invalid_argument unless its
   // size is right and everything in it stays within the segment.
@@ -42,7 +48,7 @@ class Tables : public Index {
     std::vector<Bucket> buckets;
     size_t visited = 0;
   };
-  Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens);
+  void centre(const Kernels& kernels, const char* rows, uint32_t kv_head, size_t first, uint16_t* bits) const;
   void find_keys_at_mean(uint32_t kv_head);
   bool valid(uint32_t kv_head, uint32_t table) const;
   uint16_t* ids(uint32_t kv_head) const { return reinterpret_cast<uint16_t*>(memory_.data() + kv_head * head_bytes_); }
@@ -64,7 +70,8 @@ class Tables : public Index {
   void sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const;
 
   std::shared_ptr<const Lsh> lsh_;
-  uint32_t num_tokens_;
+  RowType row_type_;
+  uint32_t num_kv_heads_, num_tokens_, num_taken_ = 0;
   size_t row_bytes_;
   // Per head: ids [num_tables, num_tokens], offsets [num_tables, num_buckets + 1], 1 / |k - mean| [num_tokens], mean
   // [dim].

@@ -4,15 +4,18 @@ import gc
 
 import pytest
 import torch
+from test_found_elsewhere import assert_same as assert_same_context
 from test_hf import EVERYTHING, SMALL, assert_same, padded_prompts, run
 from zoo import loaded, make_model
 
 from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig, hf
 from magicpig.attention.exact import exact_attention
+from magicpig.attention.gpu import give_back_pinned
 from magicpig.attention.mass import attention_mass
+from magicpig.engine.memory import Memory
 from magicpig.engine.runner import Runner
 from magicpig.evals.harness import Harness
-from magicpig.kv import tray
+from magicpig.kv import segments, tray
 from magicpig.kv.device_index import append_from
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.seats import Seats
@@ -129,6 +132,18 @@ def test_an_index_made_on_the_gpu_draws_the_same():
     for ours, theirs in zip(here.sample(query)[0], there.sample(query)[0], strict=True):
         differing = set(ours.tolist()) ^ set(theirs.tolist())
         assert len(differing) <= max(1, 0.01 * len(ours))
+
+
+def test_segments_grow_with_prompts(monkeypatch):
+    """Their tables are those of a segment that is made of all tokens when they are there."""
+    prompt, found = [i * 7 % 200 + 3 for i in range(3000)], []
+    for part in (256, 10_000):
+        monkeypatch.setattr(segments, "PART", part)
+        llm = cuda_llm("lsh:4:12")
+        llm.engine.runner.part_tokens = 300
+        found.append(llm.read(prompt).layers[1].far)
+    assert len(found[0].segment_sizes) == 1
+    assert_same_context(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -261,6 +276,24 @@ def test_the_limit_of_a_gpus_memory_is_kept():
             tight.engine.add([5] * 4000, SamplingParams(max_tokens=10, n=60))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_pinned_memory_is_given_back_where_there_is_little():
+    """Of a long prompt, before a short one is read that has no room beside it."""
+    llm = cuda_llm("scan:2:10%")
+    needs, scheduler = llm.engine.runner.needs, llm.engine.scheduler
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    pinned = {tokens: needs.reading(tokens).host for tokens in (3000, 400)}
+    gc.collect()
+    give_back_pinned()
+    held = []
+    for tokens in (3000, 400):
+        assert llm.generate([[7] * tokens], params)[0].completions[0].token_ids
+        torch.cuda.synchronize()
+        held.append(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+        little = needs.of(400, 10).host + sum(pinned.values()) - 1
+        scheduler.budget = Memory(little, scheduler.budget.device)
+    assert held[0] >= pinned[3000] > held[1]
 
 
 def test_forks_of_one_prompt(halved):

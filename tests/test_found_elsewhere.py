@@ -77,6 +77,69 @@ def test_segments_of_hashed_keys_are_the_cores_own():
     assert kv.num_tokens == 3000
 
 
+def assert_same(one, other):
+    """The same rows, in the same buckets, drawn with the same chances."""
+    for mine, theirs in zip(one.read(), other.read(), strict=True):
+        assert torch.equal(mine, theirs)
+    for head in range(one.num_kv_heads):
+        mine, theirs = (kv._native.segment_codes(0, head) for kv in (one, other))
+        assert torch.equal(mine, theirs)
+    queries = torch.randn(one.num_heads, one.head_dim)
+    for mine, theirs in zip(one.attend(queries), other.attend(queries), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_growing_segments_are_those_that_come_whole(tokens, dtype):
+    lsh = LSHConfig(6, 40, exact_below=0)
+    keys, values = torch.randn(2, 2, tokens, 24).to(dtype)
+    signs = signs_of(keys, lsh).numpy().view(np.uint16)
+    kv, whole = (LayerKV(6, 2, 24, lsh, dtype) for _ in range(2))
+    whole._native.append_hashed(keys, values, signs)
+    growing = _native.GrowingSegment(kv._native, tokens)
+    for part in (slice(0, 1), slice(1, 1), slice(1, 1000), slice(1000, 1001), slice(1001, None)):
+        assert kv.num_tokens == 0
+        growing.add(keys[:, part], values[:, part])
+    growing.finish(signs)
+    assert kv.segment_sizes == [tokens]
+    assert_same(kv, whole)
+
+
+def test_growing_segments_take_what_fits_and_no_more():
+    lsh = LSHConfig(6, 40, exact_below=0)
+    keys, values = torch.randn(2, 2, 100, 24)
+    signs = signs_of(keys, lsh).numpy().view(np.uint16)
+    kv = layer(lsh, [])
+    growing = _native.GrowingSegment(kv._native, 100)
+    growing.add(keys[:, :60], values[:, :60])
+    with pytest.raises(ValueError, match="no room"):
+        growing.add(keys[:, :41], values[:, :41])
+    with pytest.raises(ValueError, match="as many tokens as keys"):
+        growing.add(keys[:, 60:], values[:, 61:])
+    with pytest.raises(ValueError, match="lacks tokens"):
+        growing.finish(signs)
+    with pytest.raises(ValueError, match="signs must have shape"):
+        growing.finish(signs[:, :, :60].copy())
+    growing.add(keys[:, 60:], values[:, 60:])
+    growing.finish(signs)
+    assert kv.num_tokens == 100
+    for again in (lambda: growing.finish(signs), lambda: growing.add(keys[:, :0], values[:, :0])):
+        with pytest.raises(ValueError, match=r"is finished|no room"):
+            again()
+    for tokens in (0, 65_537):
+        with pytest.raises(ValueError, match="up to 65,536 tokens"):
+            _native.GrowingSegment(kv._native, tokens)
+    with pytest.raises(ValueError, match="no fewer than are indexed"):
+        _native.GrowingSegment(layer(LSHConfig(6, 40), [])._native, 63)
+    with pytest.raises(ValueError, match="a segment of hash tables"):
+        _native.GrowingSegment(layer(ScanConfig(), [])._native, 2000)
+    spoiled = keys.clone()
+    spoiled[1, 5, 3] = torch.nan
+    with pytest.raises(ValueError, match="token 5 is NaN"):
+        _native.GrowingSegment(kv._native, 100).add(spoiled, values)
+
+
 def pieces_of(kvs, samples, room=4000):
     """Rows as `sample` gives them, in the form in which another device gives them."""
     heads = kvs[0].num_heads

@@ -1,11 +1,17 @@
 """Prompts that are kept in host memory while they are read: here in the code that GPUs run."""
 
+import gc
+import threading
+import time
+
 import pytest
 import torch
+from test_found_elsewhere import assert_same
 from zoo import loaded
 
 from magicpig import LLM, SamplingParams, WindowConfig
-from magicpig.kv import segments
+from magicpig.kv import hybrid_layer, segments
+from magicpig.kv.device_index import GrowingSegment
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.prompt import Prompt
@@ -94,12 +100,11 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
         monkeypatch.setattr(f"magicpig.attention.{name}.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LONGEST", 32)
     monkeypatch.setattr(segments, "LEAST_EARLY", 8)
+    monkeypatch.setattr(segments, "PART", 16)
     prompt = [i * 7 % 200 + 3 for i in range(length)]
     found, built = [], []
-    build = HybridLayer.build_early
-    monkeypatch.setattr(
-        HybridLayer, "build_early", lambda *args: built.append(args) or build(*args)
-    )
+    build = hybrid_layer._build
+    monkeypatch.setattr(hybrid_layer, "_build", lambda *args: built.append(args) or build(*args))
     for there in (False, True):
         llm = llm_for("llama", method, there)
         request = llm.engine.add(prompt, PARAMS, keep_prompt=True)
@@ -109,9 +114,11 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
     plain, early = (request.prompt for request in found)
     layers = 4 if method == "cpu-dense" else 2  # two are dense
     pieces = {40: [21], 90: [32, 32, 10], 200: 5 * [32] + [21]}[length]
-    if (method, length) == ("lsh:4:12", 40):
-        pieces = []  # a second segment would cost it more than it saves
-    assert sorted(args[1].shape[1] for args in built) == sorted(layers * pieces)
+    if method == "lsh:4:12":  # in halves
+        pieces = {40: [16, 12], 90: 4 * [16], 200: 11 * [16] + [12]}[length]
+        whole = {40: [28], 90: [32, 32], 200: 5 * [32] + [28]}[length]
+        assert early.layers[1].far.segment_sizes == whole
+    assert sorted(args[1].tokens for args in built) == sorted(layers * pieces)
     for one, other in zip(plain.layers, early.layers, strict=True):
         assert one.num_tokens == other.num_tokens == length
         for mine, theirs in zip(one.read(), other.read(), strict=True):
@@ -135,3 +142,41 @@ def test_a_segment_that_fails_ends_its_request(monkeypatch):
         with pytest.raises(MemoryError, match="no more"):
             llm.generate([5] * 150, PARAMS)
     assert llm.generate([5] * 150, PARAMS)
+
+
+def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch):
+    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    found = []
+    for part in (64, 10_000):
+        monkeypatch.setattr(segments, "PART", part)
+        sequence = llm_for("llama", "lsh:4:12", True, 50).read([i % 90 + 3 for i in range(600)])
+        found.append(sequence.layers[1].far)
+    grown, whole = found
+    assert grown.segment_sizes == whole.segment_sizes == [588]
+    assert_same(grown, whole)
+
+
+def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
+    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr(segments, "PART", 16)
+    added, go_on = [], threading.Event()
+    add = GrowingSegment.add
+
+    def waits(self, *tokens):
+        added.append(1)
+        assert go_on.wait(10)
+        add(self, *tokens)
+
+    monkeypatch.setattr(GrowingSegment, "add", waits)
+    engine = llm_for("llama", "lsh:4:12", True).engine
+    request = engine.add([5] * 300, PARAMS)
+    while len(added) < 2:
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    engine.abort(request.id)
+    engine.step()
+    gc.collect()
+    go_on.set()
+    time.sleep(0.1)
+    assert len(added) == 2  # those that had begun

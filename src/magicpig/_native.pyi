@@ -65,6 +65,19 @@ class LayerKV:
     def nbytes(self) -> tuple[int, int]:
         """Bytes of rows and of the index."""
 
+class GrowingSegment:
+    """Of hash tables, for tokens that come in parts."""
+
+    def __init__(self, kv: LayerKV, num_tokens: int) -> None: ...
+
+    def add(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> None:
+        """The next tokens."""
+
+    def finish(self, signs: Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]) -> None:
+        """
+        Adds the segment to kv, when all tokens are there. signs: as in LayerKV.append_hashed.
+        """
+
 def empty_bytes(bytes: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
     """Memory for a segment that is made elsewhere; contents undefined."""
 

@@ -191,11 +191,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         if self.early is None:
             row = self.new_row(self._shape(self.prompt.like))
             self.early = row if isinstance(row, HybridLayer) else None
-        if self.early is None:
-            return
-        first, last = self.early.next_early(self.expected)
-        if first < last <= self.prompt.num_tokens:
-            self.early.build_early(*self.prompt.part(first, last))
+        if self.early:
+            self.early.build_early(self.prompt, self.expected)
 
     def to_rows(self, like: Tensor, visible: Tensor | None = None) -> None:
         """Turns a gathered prompt into sequences, if there is one.

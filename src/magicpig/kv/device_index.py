@@ -7,12 +7,13 @@ for projections within rounding of zero.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from magicpig import reference
+from magicpig import _native, reference
 from magicpig.attention.gpu import has_triton
 from magicpig.config import LSHConfig
 from magicpig.kv.courier import courier, current
@@ -31,9 +32,32 @@ def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor)
         if not isinstance(kv.index, LSHConfig) or own.shape[1] < kv.index.shortest_indexed:
             kv.append(_on_host(own), values_here)
             continue
-        with current(device):
-            signs = _on_host(signs_of(own.to(device, non_blocking=True).to(kv.dtype), kv.index))
-        kv._native.append_hashed(_on_host(own), values_here, signs.numpy().view(np.uint16))  # type: ignore[arg-type]
+        kv._native.append_hashed(_on_host(own), values_here, _signs_from(device, own, kv))
+
+
+class GrowingSegment:
+    """A segment of hash tables, of so many tokens, which come in parts. Keys are centred at the
+    mean of all: the tables are made when all are there."""
+
+    def __init__(self, kv: LayerKV, tokens: int) -> None:
+        self.kv = kv
+        self._native = _native.GrowingSegment(kv._native, tokens)
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """The next tokens [num_kv_heads, tokens, head_dim], in host memory."""
+        self._native.add(keys, values)
+
+    def finish_from(self, device: torch.device, keys: Tensor) -> None:
+        """When all are there: the device hashes all keys, and the far context gets them."""
+        self._native.finish(_signs_from(device, keys, self.kv))
+
+
+def _signs_from(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
+    """uint16 [num_kv_heads, projections / 16, tokens], as the native core wants them."""
+    assert isinstance(kv.index, LSHConfig)
+    with current(device):
+        signs = _on_host(signs_of(keys.to(device, non_blocking=True).to(kv.dtype), kv.index))
+    return signs.numpy().view(np.uint16)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,19 +21,22 @@ from torch import Tensor
 from magicpig import trace
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.scoring import Scoring, attend_to_all
-from magicpig.config import IndexConfig, WindowConfig
+from magicpig.config import IndexConfig, LSHConfig, WindowConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import Errand, beside
-from magicpig.kv.device_index import append_from
+from magicpig.kv.device_index import GrowingSegment, append_from
 from magicpig.kv.device_window import DeviceWindow
+from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.layer import LayerKV
-from magicpig.kv.native_layer import NativeLayer, builder
+from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import together
-from magicpig.kv.segments import early_part
+from magicpig.kv.segments import Early, next_early
 from magicpig.kv.tray import Drawn, Tray, tray_for
 
 if TYPE_CHECKING:
     from magicpig.kv.device_scan import DeviceCodes
+
+BUILT_AT_ONCE = 2  # layers, of prompts that are being read
 
 
 class HybridLayer(NativeLayer):
@@ -41,7 +45,8 @@ class HybridLayer(NativeLayer):
     window: DeviceWindow  # type: ignore[assignment]
     _codes: DeviceCodes | None = None
     _early: Sequence[Future[None]] = ()
-    num_early = 0  # tokens given to build_early
+    _growing: GrowingSegment | None = None
+    num_early = 0  # tokens that were made far early, or will be
 
     @property
     def codes_there(self) -> DeviceCodes:
@@ -55,27 +60,31 @@ class HybridLayer(NativeLayer):
     def _new_window(self) -> DeviceWindow:
         return DeviceWindow(self.shape)
 
-    def next_early(self, expected: int) -> tuple[int, int]:
-        """The tokens, from and to, to be built early next, of so many in all."""
-        first, far = self.config.sinks + self.num_early, expected - self.config.local
-        part = early_part(self.num_early, far - self.config.sinks, self.far.index)
-        return first, first + part
+    def build_early(self, prompt: HostPrompt, expected: int) -> None:
+        """Begins to make tokens far of a prompt that is being read, where enough of them are there.
+        `extend`, with all tokens, waits for it.
 
-    def build_early(self, keys: Tensor, values: Tensor, copies: Sequence[Errand]) -> None:
-        """Begins to make tokens of a prompt far that is being read, those behind the sinks and
-        behind others that were given before. `extend`, with all tokens, waits for it.
-
-        keys, values: [num_kv_heads, tokens, head_dim], in host memory once the copies are made.
+        expected: tokens that the prompt will have.
         """
-        job = builder(os.getpid()).submit(_build, weakref.ref(self), keys, values, copies)
-        self._early = [*self._early, job]
-        self.num_early += keys.shape[1]
+        sinks, far = self.config.sinks, expected - self.config.sinks - self.config.local
+        while early := next_early(self.num_early, far, self.far.index):
+            first, last = sinks + self.num_early, sinks + self.num_early + early.tokens
+            if last > prompt.num_tokens:
+                return
+            if isinstance(self.far.index, LSHConfig) and early.place == 0:
+                self._growing = GrowingSegment(self.far, early.segment)
+            segment = prompt.part(first - early.place, last)
+            before = self._early[-1] if self._early else None
+            work = partial(_build, weakref.ref(self), early, segment, self._growing, before)
+            self._early = [*self._early, _builder(os.getpid()).submit(work)]
+            self.num_early += early.tokens
 
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
         if self._early:
             early, self._early = self._early, []
             for job in early:
                 job.result()
+            self._growing = None
             sinks = self.config.sinks
             self._append(keys[:, :sinks], values[:, :sinks])
             rest = slice(sinks + self.far.num_tokens, None)
@@ -112,21 +121,42 @@ class HybridLayer(NativeLayer):
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
 
+@cache
+def _builder(process_id: int) -> ThreadPoolExecutor:
+    """A device hashes keys of one layer while the native core sorts another's."""
+    return ThreadPoolExecutor(BUILT_AT_ONCE, thread_name_prefix="magicpig-early")
+
+
 def _build(
-    known: weakref.ref[HybridLayer], keys: Tensor, values: Tensor, copies: Sequence[Errand]
+    known: weakref.ref[HybridLayer],
+    early: Early,
+    segment: tuple[Tensor, Tensor, Sequence[Errand]],
+    growing: GrowingSegment | None,
+    before: Future[None] | None,
 ) -> None:
-    """A segment of a layer, if that is still wanted."""
+    """Makes tokens of a layer far, if that is still wanted.
+
+    segment: theirs, up to them. before: what has to be done first.
+    """
+    if before:
+        before.result()
     layer = known()
     if layer is None:
         return
+    keys, values, copies = segment
     for errand in copies:
         errand.before_host()
+    device = layer.shape.device
     with (
         torch.inference_mode(),
-        beside(layer.shape.device),
-        trace.span("segment", tokens=keys.shape[1]),
+        beside(device),
+        trace.span("segment", tokens=early.tokens),
     ):
-        layer._append_far(layer.far, keys, values)
+        if growing is None:
+            return layer._append_far(layer.far, keys, values)
+        growing.add(keys[:, early.place :], values[:, early.place :])
+        if early.is_last:
+            growing.finish_from(device, keys)
 
 
 def _attend_near(

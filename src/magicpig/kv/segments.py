@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from magicpig.config import IndexConfig, LSHConfig
 
 LONGEST = 65_536  # tokens of a segment, as in segment.h
 LEAST_EARLY = 12_288  # of what is less than that
+PART = 4096  # tokens that a growing segment gets at once
 FANOUT = 4  # as in layer_kv.cpp
 FOLLOWED = 4096  # blocks; what comes behind them is taken to be added and no more
 
@@ -31,29 +33,44 @@ def most_held(prompt: tuple[int, ...], blocks: int, block: int) -> tuple[int, ..
     return (*most, *pieces(max(0, blocks - FOLLOWED) * block))
 
 
-def early_part(built: int, far: int, index: IndexConfig | None) -> int:
-    """Tokens of a prompt to be made a segment next, while others are read: a full segment; then
-    three quarters of the rest, once, so that little is left for the end; then none.
+class Early(NamedTuple):
+    """Tokens of a prompt that are made far while others are read, their place in their segment, and
+    how many that will have."""
 
-    built: how many are in segments. far: how many will be.
-    lsh looks into each table of each segment, small as it may be: beside full ones another costs it
-    a fiftieth of its speed, beside a rest alone a fifth (docs/log.md).
+    tokens: int
+    place: int
+    segment: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.place + self.tokens == self.segment
+
+
+def next_early(built: int, far: int, index: IndexConfig | None) -> Early | None:
+    """A full segment; then three quarters of the rest, once, so that little is left for the end;
+    then none. lsh looks into each table of each segment, small as it may be, and has as few of them
+    as there can be: they grow.
+
+    built: tokens that have been made far. far: how many will be.
     """
-    left = far - built
-    if left >= LONGEST:
-        return LONGEST
-    rest_begun = built % LONGEST > 0
-    costs = isinstance(index, LSHConfig) and not built
-    some = 0 if rest_begun or costs else left * 3 // 4
-    return some if some >= LEAST_EARLY else 0
+    left, place = far - built, built % LONGEST
+    if isinstance(index, LSHConfig):
+        segment = min(LONGEST, place + left)
+        tokens = min(PART, segment - place)
+        worth = segment >= max(PART, index.shortest_indexed)
+        return Early(tokens, place, segment) if worth and tokens else None
+    tokens = LONGEST if left >= LONGEST else 0 if place else left * 3 // 4
+    return Early(tokens, 0, tokens) if tokens >= min(LONGEST, LEAST_EARLY) else None
 
 
 def early_pieces(far: int, index: IndexConfig | None) -> list[int]:
     """Segments of a prompt, parts of which are made early."""
+    if isinstance(index, LSHConfig):
+        return pieces(far)
     sizes, built = list[int](), 0
-    while part := early_part(built, far, index):
-        sizes.append(part)
-        built += part
+    while early := next_early(built, far, index):
+        sizes.append(early.tokens)
+        built += early.tokens
     return sizes + pieces(far - built)
 
 
