@@ -1,5 +1,6 @@
 """Memory budgets: what requests need of the host's memory and of a GPU's, and what fits."""
 
+import itertools
 import time
 
 import pytest
@@ -132,14 +133,56 @@ def test_needs_are_known_at_once(method):
 
 
 def test_what_methods_put_side_by_side_is_there_for_each():
-    """Where completions share a far context."""
-    for method in ("topk:2%", "quest:16:4%", "loki:25%:2%"):
-        one, four = (needs(method, GPU).of(1000, 30, n).device for n in (1, 4))
-        assert four - one > LAYERS * 3 * (1000 - 4 - 8) * VECTORS
+    """And takes as much as the longest of them, whatever they have of their own."""
+    for method, device in itertools.product(("topk:2%", "quest:16:4%", "loki:25%:2%"), (CPU, GPU)):
+        beside = needs(method, device).beside(1000, 30)
+        own = beside.device if device is GPU else beside.host
+        assert own >= LAYERS * (1000 - 4 - 8) * VECTORS
+        assert own + beside.host + beside.device == 2 * own
+    for method in ("full", "kv-stream", "lsh:4:12", "scan:2:1%"):
+        assert needs(method, GPU).beside(1000, 30) == Memory()
     one, four = (needs("kv-stream", GPU).of(1000, 30, n) for n in (1, 4))
     assert one.host == LAYERS * 2 * 2**16  # keys and values of 988 tokens take 63,232 bytes each
     assert four.host == one.host
     assert four.device - one.device > 3 * 1000 * VECTORS
+
+
+def test_short_sequences_beside_a_long_one_count_as_long():
+    scheduler = Scheduler(Memory(0, 100), 8)
+
+    def add(number, own, beside, n=1):
+        params = SamplingParams(n=n)
+        sizes = Memory(0, own), Memory(), None, False, Memory(0, beside)
+        scheduler.add(Request(number, [1], params, *sizes))
+        return scheduler.next_prompt() is not None
+
+    assert add(0, 40, 90)  # alone it has nobody beside it
+    assert not add(1, 1, 1)
+    scheduler = Scheduler(Memory(0, 100), 8)
+    assert add(0, 40, 10)
+    assert add(1, 5, 15)  # 45 and twice 15
+    assert not add(2, 11, 1)  # 56 and three times 15
+    scheduler = Scheduler(Memory(0, 100), 8)
+    with pytest.raises(MemoryError):
+        add(0, 40, 31, n=2)
+    assert add(1, 40, 30, n=2)
+
+
+@pytest.mark.parametrize("spec", ["topk:10%", "quest:16:20%", "loki:25%:10%", "h2o:50%"])
+def test_what_batches_of_mixed_lengths_hold_was_estimated(spec):
+    """Side by side, padded, and one by one."""
+    asked = needs(spec, CPU)
+    lengths, layers = (700, 100, 250), []
+    for tokens in lengths:
+        layer = asked.plan.method.new_layer(asked._shape, WINDOW, 1)
+        vectors = torch.randn(KV_HEADS, tokens, DIM).bfloat16()
+        layer.extend(vectors, vectors, torch.ones(KV_HEADS, tokens))
+        layers.append(layer)
+    new = torch.randn(3, KV_HEADS, DIM).bfloat16()
+    layers[0].step(layers, torch.randn(3, 4, DIM).bfloat16(), new, new, 0.25, None)
+    stacked = layers[0].seats.far
+    held = stacked.nbytes + stacked.derived_nbytes
+    assert 0.9 * held <= 3 * asked.beside(700, 2).host / LAYERS <= 1.2 * held
 
 
 def test_windows_of_sliding_layers_grow_by_steps():
@@ -216,15 +259,16 @@ def pieces_of(far):
     return [(part.ctypes.data, part.nbytes) for part in parts if part.nbytes]
 
 
-@pytest.mark.parametrize("method", ["full", "lsh:4:12", "scan:2:1%"])
+@pytest.mark.parametrize("method", ["full", "lsh:4:12", "scan:2:1%", "topk:2%"])
 def test_the_largest_batch_is_the_largest_that_fits(method):
     for device in (CPU, GPU):
         asked, there = needs(method, device), Memory(50_000_000, 30_000_000)
         batch = largest_batch(asked, there, 3000, 50)
         assert batch > 0
         one, reading = asked.of(3000, 50), asked.reading(3000)
-        assert sum([one] * batch, reading).fits(there)
-        assert not sum([one] * (batch + 1), reading).fits(there)
+        one = one + asked.beside(3000, 50)
+        assert (one * batch + reading).fits(there)
+        assert not (one * (batch + 1) + reading).fits(there)
     assert largest_batch(needs("lsh:4:12", GPU), Memory(10**9, 1000), 3000, 50) == 0
 
 

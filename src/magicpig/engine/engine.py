@@ -58,10 +58,16 @@ class Engine:
         """
         self._check(prompt_ids, known)
         new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
-        needed = self.runner.needs.of(len(prompt_ids), new_tokens, params.n, known is not None)
-        reading = self.runner.needs.reading(len(prompt_ids))
+        needs, length = self.runner.needs, len(prompt_ids)
         request = Request(
-            next(self._ids), list(prompt_ids), params, needed, reading, known, keep_prompt
+            next(self._ids),
+            list(prompt_ids),
+            params,
+            needs.of(length, new_tokens, params.n, known is not None),
+            needs.reading(length),
+            known,
+            keep_prompt,
+            needs.beside(length, new_tokens),
         )
         self.scheduler.add(request)
         self._requests[request.id] = request

@@ -22,6 +22,7 @@ from magicpig.attention.kv_stream import KvStream
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import Plan
 from magicpig.attention.scan import Scan
+from magicpig.attention.whole import WholeMethod
 from magicpig.config import IndexConfig, WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
 from magicpig.kv.seats import ROOM
@@ -44,6 +45,9 @@ class Memory:
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(self.host + other.host, self.device + other.device)
+
+    def __mul__(self, count: int) -> Memory:
+        return Memory(count * self.host, count * self.device)
 
     def most(self, other: Memory) -> Memory:
         """The larger one of each kind."""
@@ -88,8 +92,7 @@ class Needs:
         known: whether it goes on from tokens that were read before, some of which may be near.
         """
         total, tokens = Memory(), prompt_tokens + n * new_tokens
-        # When the last token is chosen there is no need to move the others.
-        moved = max(0, new_tokens - 2 + (self.window.block - 1 if known else 0))
+        moved = self._moved(new_tokens, known)
         held: dict[Method, tuple[int, int]] = {}
         for i, layer in enumerate(DynamicCache(config=self.config).layers):
             window = self.window.sinks + self.window.local + 2 * self.window.block
@@ -107,14 +110,26 @@ class Needs:
                 total += Memory(rows + index)
             elif not method.on_host:
                 total += Memory(0, rows + index)
-                if not isinstance(method, Full):
-                    # Most methods want far contexts side by side, beside those of their sequences.
-                    total += Memory(0, n * sum(self._far(method, prompt_tokens, moved, 1)))
             else:
                 total += Memory(rows + index, index if self._codes_there(i) else 0)
         if isinstance(self.plan.method, KvStream) and self._elsewhere:
             total += Memory(0, n * (prompt_tokens + new_tokens) * self._vectors)  # layer by layer
         return total
+
+    def beside(self, prompt_tokens: int, new_tokens: int) -> Memory:
+        """Of a sequence among others, which most methods in torch want side by side: each takes as
+        much as the longest, beside its own far context."""
+        total, moved = 0, self._moved(new_tokens, True)
+        for i, layer in enumerate(DynamicCache(config=self.config).layers):
+            method = self.plan.of(i)
+            where_they_are = self._elsewhere and isinstance(method, WholeMethod)
+            if _is_full(layer) and not where_they_are and not self._in_segments(method):
+                total += sum(self._far(method, prompt_tokens, moved, 1))
+        return self._near(total)
+
+    def _moved(self, new_tokens: int, known: bool) -> int:
+        """New tokens that may leave the window. When the last one is chosen none need be moved."""
+        return max(0, new_tokens - 2 + (self.window.block - 1 if known else 0))
 
     def _room(self, tokens: int) -> int:
         """Of a window that comes to have so many tokens: on a device they grow by steps."""
@@ -254,9 +269,11 @@ def usable(needs: Needs, weights: int, limit: int) -> int:
 def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: int) -> int:
     """Sequences with prompts of their own that fit at the same time; 0: not even one."""
     one, reading = needs.of(prompt_tokens, new_tokens), needs.reading(prompt_tokens)
-    kinds = (there.host, reading.host, one.host), (there.device, reading.device, one.device)
-    fitting = [max(0, have - once) // each for have, once, each in kinds if each]
-    return min(fitting, default=0)
+    each = one + needs.beside(prompt_tokens, new_tokens)
+    left = there.host - reading.host, there.device - reading.device
+    kinds = [kind for kind in zip(left, (each.host, each.device), strict=True) if kind[1]]
+    several = min((max(0, have) // most for have, most in kinds), default=0)
+    return max(several, int((one + reading).fits(there)) if kinds else 0)
 
 
 def _is_full(layer: object) -> bool:

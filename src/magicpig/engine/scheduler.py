@@ -27,7 +27,7 @@ class Scheduler:
         self._pinned: set[int] = set()  # bytes of prompts, by size
 
     def add(self, request: Request) -> None:
-        memory = request.needed + request.reading
+        memory = _together([request]) + request.reading
         for name, needed, there in (
             ("", memory.host, self.budget.host),
             ("of the GPU's memory ", memory.device, self.budget.device),
@@ -50,7 +50,7 @@ class Scheduler:
         if not self.waiting:
             return None
         request, let_in = self.waiting[0], self._let_in.values()
-        needed = sum((other.needed for other in let_in), request.needed)
+        needed = _together([*let_in, request])
         reading = reduce(Memory.most, (other.reading for other in let_in), request.reading)
         sequences = sum(other.params.n for other in let_in) + request.params.n
         fits = (needed + reading).fits(self.budget) and sequences <= self.max_sequences
@@ -86,3 +86,11 @@ class Scheduler:
         for request in list(self._let_in.values()):
             if request.sequences and all(s.finish for s in request.sequences):
                 del self._let_in[request.id]
+
+
+def _together(requests: list[Request]) -> Memory:
+    """What requests need at the same time, when their prompts are read."""
+    needed = sum((request.needed for request in requests), Memory())
+    count = sum(request.params.n for request in requests)
+    beside = reduce(Memory.most, (request.beside for request in requests))
+    return needed + beside * count if count > 1 else needed

@@ -47,6 +47,7 @@ class Request:
     """A prompt and what is wanted of it.
 
     needed: the memory it may come to need. reading: beside that, while its prompt is read.
+    beside: for each sequence of a batch that it is in; see Needs.
     known: keys and values of the prompt's first tokens, read before.
     keep_prompt: whether `prompt` is to hold the prompt's keys and values once it is read.
     """
@@ -58,6 +59,7 @@ class Request:
     reading: Memory = field(default_factory=Memory)
     known: SequenceKV | None = None
     keep_prompt: bool = False
+    beside: Memory = field(default_factory=Memory)
     prompt: SequenceKV | None = None
     sequences: list[Sequence] = field(default_factory=list)
     # By time.perf_counter: reading the prompt began, it was done, the last completion ended.
