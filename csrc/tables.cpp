@@ -18,7 +18,6 @@ namespace {
 
 constexpr size_t kHashChunk = 192;  // rows hashed at once: their centred keys stay in the second-level cache
 constexpr uint32_t kAhead = 12;     // tables whose buckets are being fetched while one is counted
-constexpr uint32_t kAtOnce = 4;     // keys
 constexpr size_t kPage = 4096, kTaken = size_t{2} << 20;  // bytes of memory that come together
 
 // Drawn rows asked for before the attention over them begins: as many as a second-level cache holds without losing the
@@ -126,26 +125,46 @@ void Tables::centre(const Kernels& kernels, const char* rows, uint32_t kv_head, 
 }
 
 void Tables::sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const {
-  const uint32_t buckets = lsh_->num_buckets(), count = num_tokens_;
+  const uint32_t buckets = lsh_->num_buckets(), count = num_tokens_, in_fours = count / 4 * 4;
   uint32_t* starts = offsets(kv_head) + size_t{table} * (buckets + 1);
   uint16_t* out = ids(kv_head) + size_t{table} * count;
   static thread_local std::vector<uint16_t> code_memory;
   static thread_local std::vector<uint32_t> place_memory;
   code_memory.resize(count);
-  place_memory.assign(kAtOnce * buckets, 0);
+  place_memory.assign(4 * buckets, 0);
   uint16_t* codes = code_memory.data();
   lsh_->codes(bits, count, table, codes);
-  // Keys next to each other are counted apart: they are often alike, and a count would wait for the one before it.
-  uint32_t* places = place_memory.data();
-  for (uint32_t i = 0; i < count; ++i) ++places[i % kAtOnce * buckets + codes[i]];
+  // Four codes at a time, with counts of their own: neighbours are often alike, and one would wait for the other.
+  uint32_t *places = place_memory.data(), *second = places + buckets, *third = second + buckets,
+           *fourth = third + buckets;
+  const auto four_codes = [&](uint32_t i) {
+    uint64_t word;
+    std::memcpy(&word, codes + i, sizeof word);
+    return word;
+  };
+  for (uint32_t i = 0; i < in_fours; i += 4) {
+    const uint64_t word = four_codes(i);
+    ++places[word & 0xffff];
+    ++second[word >> 16 & 0xffff];
+    ++third[word >> 32 & 0xffff];
+    ++fourth[word >> 48];
+  }
+  for (uint32_t i = in_fours; i < count; ++i) ++places[codes[i]];
   uint32_t total = 0;
   for (uint32_t b = 0; b < buckets; ++b) {
     starts[b] = total;
-    for (uint32_t i = 0; i < kAtOnce; ++i) total += places[i * buckets + b];
+    total += places[b] + second[b] + third[b] + fourth[b];
     places[b] = starts[b];
   }
   starts[buckets] = total;
-  for (uint32_t i = 0; i < count; ++i) out[places[codes[i]]++] = static_cast<uint16_t>(i);
+  for (uint32_t i = 0; i < in_fours; i += 4) {
+    const uint64_t word = four_codes(i);
+    out[places[word & 0xffff]++] = static_cast<uint16_t>(i);
+    out[places[word >> 16 & 0xffff]++] = static_cast<uint16_t>(i + 1);
+    out[places[word >> 32 & 0xffff]++] = static_cast<uint16_t>(i + 2);
+    out[places[word >> 48]++] = static_cast<uint16_t>(i + 3);
+  }
+  for (uint32_t i = in_fours; i < count; ++i) out[places[codes[i]]++] = static_cast<uint16_t>(i);
 }
 
 void Tables::draw(const Ask& ask, Drawn* drawn) const {

@@ -200,7 +200,7 @@ def cuda_llm(method="lsh:4:12"):
 
 
 @pytest.mark.parametrize("method", ["lsh:4:12", "scan:2:10%", "full"])
-def test_a_thousand_steps_leave_nothing_behind(method):
+def test_a_thousand_steps_leave_nothing_behind(halved, method):
     llm = cuda_llm(method)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     held = []

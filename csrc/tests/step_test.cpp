@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "dispatch.h"
+#include "growing.h"
 #include "testing.h"
 #include "threads.h"
 
@@ -156,6 +157,38 @@ void test_adopted_segments() {
   CHECK(throws<std::invalid_argument>([&] { Segment(geometry, 300, copy(rows), Buffer(64)); }));
 }
 
+// Segments that grow, several at a time, become those that are made of all their tokens at once.
+void test_growing_segments() {
+  const Geometry geometry{4, 2, 24, kBF16, make_lsh(5, 21, 2, 24), nullptr, 32};
+  std::vector<std::thread> threads;
+  for (uint32_t count : {32u, 33u, 301u, 1000u, 5003u}) {
+    threads.emplace_back([&geometry, count] {
+      const Tokens tokens(geometry, count, count);
+      LayerKV whole(geometry), grown(geometry);
+      whole.append(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), count);
+      GrowingSegment growing(geometry, count);
+      for (size_t first = 0, part = 1; first < count; first += part, part = std::min<size_t>(2 * part, count - first)) {
+        CHECK(throws<std::invalid_argument>([&] { growing.finish(nullptr); }));
+        growing.add(tokens.view(tokens.keys, first), tokens.view(tokens.values, first), part);
+      }
+      grown.adopt(growing.finish(nullptr));
+      const std::vector<float> queries = gaussian(4 * 24, 23);
+      const char* bytes = reinterpret_cast<const char*>(queries.data());
+      const auto a = sample(geometry, runs_of(*whole.segments()), bytes, kF32, 0.25f);
+      const auto b = sample(geometry, runs_of(*grown.segments()), bytes, kF32, 0.25f);
+      for (size_t head = 0; head < 4; ++head)
+        CHECK(a[head].rows == b[head].rows && a[head].log_probability == b[head].log_probability);
+      CHECK(throws<std::invalid_argument>([&] { growing.finish(nullptr); }));
+      GrowingSegment short_one(geometry, count);
+      CHECK(throws<std::invalid_argument>(
+          [&] { short_one.add(tokens.view(tokens.keys, 0), tokens.view(tokens.values, 0), count + 1); }));
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(throws<std::invalid_argument>([&] { GrowingSegment(geometry, 31); }));
+  CHECK(throws<std::invalid_argument>([&] { GrowingSegment(geometry, 65537); }));
+}
+
 // Saved codes are as good as the fresh ones; any other bytes of their size draw some rows of the segment.
 void test_adopted_codes() {
   std::mt19937 engine(1);
@@ -251,6 +284,7 @@ int main() {
   test_steps();
   test_bad_numbers_and_refusals();
   test_adopted_segments();
+  test_growing_segments();
   test_adopted_codes();
   test_concurrency(make_lsh(4, 20, 2, 32), nullptr);
   test_concurrency(nullptr, make_scan(2, 0.2f, 4, 32));
