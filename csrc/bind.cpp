@@ -36,27 +36,32 @@ void append(LayerKV& kv, const Array& keys, const Array& values) {
   kv.append(key_view, value_view, count);
 }
 
-using Signs = In<uint16_t, 3>;
+using Found = std::tuple<In<float, 2>, In<float, 2>, In<uint16_t, 3>>;
 
-// Of keys that another device has hashed.
-void check_signs(const Geometry& geometry, const Signs& signs, size_t count) {
+Hashed hashed_keys(const Geometry& geometry, const Found& found, size_t count) {
+  const auto& [means, inv_norms, signs] = found;
   if (!geometry.lsh || count < 1 || count > Segment::kMaxTokens)
     refuse("a segment of hash tables has from 1 to 65,536 tokens");
+  if (means.shape(0) != geometry.num_kv_heads || means.shape(1) != geometry.head_dim)
+    refuse("means must have shape [num_kv_heads, head_dim]");
+  if (inv_norms.shape(0) != geometry.num_kv_heads || inv_norms.shape(1) != count)
+    refuse("inv_norms must have shape [num_kv_heads, tokens]");
   if (signs.shape(0) != geometry.num_kv_heads || signs.shape(1) != geometry.lsh->num_groups || signs.shape(2) != count)
     refuse("signs must have shape [num_kv_heads, projections / 16, tokens]");
+  return {means.data(), inv_norms.data(), signs.data()};
 }
 
 // One segment.
-void append_hashed(LayerKV& kv, const Array& keys, const Array& values, const Signs& signs) {
+void append_hashed(LayerKV& kv, const Array& keys, const Array& values, const Found& found) {
   const Geometry& geometry = kv.geometry();
   const TensorView key_view = view(keys, geometry, "keys"), value_view = view(values, geometry, "values");
   const size_t count = keys.shape(1);
   if (values.shape(1) != count) refuse("values must have as many tokens as keys");
-  check_signs(geometry, signs, count);
+  const Hashed hashed = hashed_keys(geometry, found, count);
   nb::gil_scoped_release release;
   const auto segment =
       std::make_shared<Segment>(geometry, Source{{}, key_view, value_view}, 0, static_cast<uint32_t>(count));
-  segment->build_index(geometry, signs.data());
+  segment->build_index(geometry, &hashed);
   kv.adopt(segment);
 }
 
@@ -76,10 +81,10 @@ void add_part(Growing& growing, const Array& keys, const Array& values) {
   growing.segment.add(key_view, value_view, count);
 }
 
-void finish_growing(Growing& growing, const Signs& signs) {
-  check_signs(growing.segment.geometry(), signs, growing.segment.num_tokens());
+void finish_growing(Growing& growing, const Found& found) {
+  const Hashed hashed = hashed_keys(growing.segment.geometry(), found, growing.segment.num_tokens());
   nb::gil_scoped_release release;
-  growing.kv.adopt(growing.segment.finish(signs.data()));
+  growing.kv.adopt(growing.segment.finish(&hashed));
 }
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -190,9 +195,10 @@ NB_MODULE(_native, m) {
           "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "scan"_a.none(), "exact_below"_a)
       .def("append", &append, "keys"_a.noconvert(), "values"_a.noconvert())
       .def("fork", &LayerKV::fork)
-      .def("append_hashed", &append_hashed, "keys"_a.noconvert(), "values"_a.noconvert(), "signs"_a.noconvert(),
-           "Adds a segment. signs: of its centred keys' projections [num_kv_heads, projections / 16, tokens], sixteen "
-           "to a number.")
+      .def("append_hashed", &append_hashed, "keys"_a.noconvert(), "values"_a.noconvert(), "found"_a,
+           "Adds a segment whose keys were hashed elsewhere. found: means of the keys [num_kv_heads, head_dim]; of "
+           "keys less those, one over their norms, or 0, [num_kv_heads, tokens], and signs of their projections "
+           "[num_kv_heads, projections / 16, tokens], sixteen to a number.")
       .def("read", &read, "first"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
            "Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].")
       .def("adopt", &adopt, "num_tokens"_a, "rows"_a.noconvert(), "tables"_a.noconvert(),
@@ -235,8 +241,8 @@ NB_MODULE(_native, m) {
   nb::class_<Growing>(m, "GrowingSegment", "Of hash tables, for tokens that come in parts.")
       .def(nb::init<LayerKV&, uint32_t>(), nb::keep_alive<1, 2>(), "kv"_a, "num_tokens"_a)
       .def("add", &add_part, "keys"_a.noconvert(), "values"_a.noconvert(), "The next tokens.")
-      .def("finish", &finish_growing, "signs"_a.noconvert(),
-           "Adds the segment to kv, when all tokens are there. signs: as in LayerKV.append_hashed.");
+      .def("finish", &finish_growing, "found"_a,
+           "Adds the segment to kv, when all tokens are there. found: as in LayerKV.append_hashed.");
 
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
   m.def("available_memory", &available_memory, "Bytes that can still be had.");

@@ -31,9 +31,9 @@ void GrowingSegment::add(const TensorView& keys, const TensorView& values, size_
   num_added_ += n;
 }
 
-std::shared_ptr<const Segment> GrowingSegment::finish(const uint16_t* signs) {
+std::shared_ptr<const Segment> GrowingSegment::finish(const Hashed* hashed) {
   require(segment_ && num_added_ == num_tokens_, "the segment lacks tokens, or is finished");
-  tables_->build(kernels(), segment_->row_memory().data(), signs);
+  tables_->build(kernels(), segment_->row_memory().data(), hashed);
   segment_->take_index(std::move(tables_));
   return std::move(segment_);
 }

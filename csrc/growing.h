@@ -15,7 +15,7 @@ class GrowingSegment {
   GrowingSegment(const Geometry& geometry, uint32_t num_tokens);  // std::invalid_argument unless it will have tables
 
   void add(const TensorView& keys, const TensorView& values, size_t count);  // the next tokens
-  std::shared_ptr<const Segment> finish(const uint16_t* signs);  // once, when all are there; signs: see Tables
+  std::shared_ptr<const Segment> finish(const Hashed* hashed);               // once, when all are there; see Tables
 
   const Geometry& geometry() const { return geometry_; }
   uint32_t num_tokens() const { return num_tokens_; }

@@ -73,12 +73,12 @@ Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer i
     index_ = std::make_unique<Codes>(geometry.scan, geometry.type, num_kv_heads_, count, std::move(index));
 }
 
-void Segment::build_index(const Geometry& geometry, const uint16_t* signs) {
+void Segment::build_index(const Geometry& geometry, const Hashed* hashed) {
   if (!geometry.indexed() || num_tokens_ < geometry.exact_below) return;
   const Kernels& k = kernels();
   if (geometry.lsh) {
     auto tables = std::make_unique<Tables>(geometry.lsh, geometry.type, num_kv_heads_, num_tokens_);
-    tables->build(k, rows_.data(), signs);
+    tables->build(k, rows_.data(), hashed);
     index_ = std::move(tables);
   } else {
     index_ = std::make_unique<Codes>(k, geometry.scan, geometry.type, num_kv_heads_, num_tokens_, rows_.data());

@@ -18,6 +18,7 @@ struct TensorView {
   const char* name;  // for messages
 };
 
+struct Hashed;
 class Segment;
 using SegmentList = std::vector<std::shared_ptr<const Segment>>;
 size_t num_tokens(const SegmentList& segments);
@@ -47,7 +48,7 @@ class Segment {
   // All of these before anyone else sees the segment. Tokens of tensors, from `first` on, to rows from `at` on.
   void fill(const Geometry& geometry, const TensorView& keys, const TensorView& values, size_t first, uint32_t at,
             uint32_t count);
-  void build_index(const Geometry& geometry, const uint16_t* signs = nullptr);  // signs: see Tables
+  void build_index(const Geometry& geometry, const Hashed* hashed = nullptr);  // see Tables
   void take_index(std::unique_ptr<const Index> index) { index_ = std::move(index); }
 
   uint32_t num_tokens() const { return num_tokens_; }

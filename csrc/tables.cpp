@@ -78,50 +78,65 @@ void Tables::take_memory(uint32_t count) {
   });
 }
 
-void Tables::build(const Kernels& kernels, const char* rows, const uint16_t* signs) {
-  const size_t num_words = size_t{lsh_->num_groups} * num_tokens_, bit_bytes = signs ? 0 : num_words * sizeof(uint16_t);
+void Tables::build(const Kernels& kernels, const char* rows, const Hashed* hashed) {
+  const size_t num_words = size_t{lsh_->num_groups} * num_tokens_,
+               bit_bytes = hashed ? 0 : num_words * sizeof(uint16_t);
   const bool taken = memory_.size() > 0;
   require_memory((taken ? 0 : num_kv_heads_ * head_bytes_) + bit_bytes);
   if (!taken) memory_ = Buffer(num_kv_heads_ * head_bytes_);
   Buffer bit_memory(bit_bytes);
   uint16_t* bits = reinterpret_cast<uint16_t*>(bit_memory.data());
-  const uint32_t at_once = signs ? num_kv_heads_ : 1;  // heads: there is room for bits of one
-  const uint32_t num_chunks = (num_tokens_ + kHashChunk - 1) / kHashChunk, num_tables = lsh_->num_tables;
+  const uint32_t at_once = hashed ? num_kv_heads_ : 1;  // heads: there is room for bits of one
   for (uint32_t first = 0; first < num_kv_heads_; first += at_once) {
     const Stopwatch hashing;
-    for (uint32_t head = first; head < first + at_once; ++head) {
-      const char* keys = rows + size_t{head} * num_tokens_ * row_bytes_;
-      mean_of(kernels, row_type_, keys, num_tokens_, lsh_->dim, lsh_->dim, mean(head));
+    if (hashed) {
+      take(*hashed);
+    } else {
+      hash(kernels, rows, first, bits);
     }
-    parallel_for(size_t{at_once} * num_chunks, [&](size_t task) {
-      const auto head = first + static_cast<uint32_t>(task / num_chunks);
-      centre(kernels, rows, head, task % num_chunks * kHashChunk, signs ? nullptr : bits);
-    });
     for (uint32_t head = first; head < first + at_once; ++head) find_keys_at_mean(head);
     code_seconds_ += hashing.seconds();
     const Stopwatch sorting;
-    parallel_for(size_t{at_once} * num_tables, [&](size_t task) {
-      const auto head = first + static_cast<uint32_t>(task / num_tables);
-      const uint16_t* found = signs ? signs + head * num_words : bits;
-      sort_into_buckets(found, head, static_cast<uint32_t>(task % num_tables));
+    parallel_for(size_t{at_once} * lsh_->num_tables, [&](size_t task) {
+      const auto head = first + static_cast<uint32_t>(task / lsh_->num_tables);
+      const uint16_t* signs = hashed ? hashed->signs + head * num_words : bits;
+      sort_into_buckets(signs, head, static_cast<uint32_t>(task % lsh_->num_tables));
     });
     sort_seconds_ += sorting.seconds();
   }
 }
 
-// Of a head's keys from `first` on, norms less the mean, and, unless null, bits: the signs of their projections.
-void Tables::centre(const Kernels& kernels, const char* rows, uint32_t kv_head, size_t first, uint16_t* bits) const {
+void Tables::take(const Hashed& hashed) const {
+  const uint32_t head_dim = lsh_->head_dim;
+  std::atomic<bool> fine{true};
+  parallel_for(num_kv_heads_, [&](size_t i) {
+    const auto head = static_cast<uint32_t>(i);
+    std::fill_n(std::copy_n(hashed.means + i * head_dim, head_dim, mean(head)), lsh_->dim - head_dim, 0.0f);
+    std::copy_n(hashed.inv_norms + i * num_tokens_, num_tokens_, inv_norms(head));
+    const auto finite = [](float x) { return std::isfinite(x); };
+    if (!std::all_of(mean(head), mean(head) + head_dim, finite)) fine = false;
+    for (uint32_t k = 0; k < num_tokens_; ++k)
+      if (!(inv_norms(head)[k] >= 0 && inv_norms(head)[k] <= 1 / kMinNorm)) fine = false;
+  });
+  if (!fine) throw std::invalid_argument("means and inv_norms must be numbers, and norms no smaller than 1e-12");
+}
+
+// Means, norms, and signs of projections, of one head's keys.
+void Tables::hash(const Kernels& kernels, const char* rows, uint32_t kv_head, uint16_t* bits) const {
+  const char* keys = rows + size_t{kv_head} * num_tokens_ * row_bytes_;
   const uint32_t dim = lsh_->dim;
+  mean_of(kernels, row_type_, keys, num_tokens_, dim, dim, mean(kv_head));
   const double mean_norm = std::sqrt(dot(mean(kv_head), mean(kv_head), dim));
   const float tolerance = std::max(kMinNorm, kAtMean * static_cast<float>(mean_norm));
-  const char* keys = rows + (size_t{kv_head} * num_tokens_ + first) * row_bytes_;
-  const size_t count = std::min(kHashChunk, num_tokens_ - first);
-  static thread_local std::vector<float> scratch;
-  scratch.resize((2 * kHashChunk + 8) * dim);
-  float* centred = scratch.data() + (kHashChunk + 8) * dim;
-  kernels.centre[row_type_](keys, count, dim, mean(kv_head), tolerance, centred, inv_norms(kv_head) + first);
-  if (bits == nullptr) return;
-  kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens_, scratch.data());
+  parallel_for((num_tokens_ + kHashChunk - 1) / kHashChunk, [&](size_t part) {
+    const size_t first = part * kHashChunk, count = std::min(kHashChunk, num_tokens_ - first);
+    static thread_local std::vector<float> scratch;
+    scratch.resize((2 * kHashChunk + 8) * dim);
+    float* centred = scratch.data() + (kHashChunk + 8) * dim;
+    kernels.centre[row_type_](keys + first * row_bytes_, count, dim, mean(kv_head), tolerance, centred,
+                              inv_norms(kv_head) + first);
+    kernels.hash(centred, count, dim, lsh_->panels.data(), lsh_->num_groups, bits + first, num_tokens_, scratch.data());
+  });
 }
 
 void Tables::sort_into_buckets(const uint16_t* bits, uint32_t kv_head, uint32_t table) const {

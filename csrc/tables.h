@@ -10,6 +10,14 @@
 
 namespace magicpig {
 
+// What another device has found of a segment's keys: the means of the heads' keys, [num_kv_heads, head_dim]; of the
+// keys less those, one over their norms, 0 where they have no direction, [num_kv_heads, num_tokens], and the signs of
+// their projections, [num_kv_heads, num_groups, num_tokens].
+struct Hashed {
+  const float *means, *inv_norms;
+  const uint16_t* signs;
+};
+
 class Tables : public Index {
  public:
   // To be built.
@@ -19,9 +27,8 @@ class Tables : public Index {
   // `count` tokens more.
   void take_memory(uint32_t count);
 
-  // Once. rows: [num_kv_heads, num_tokens, 2 * dim]. signs: of the centred keys' projections, [num_kv_heads,
-  // num_groups, num_tokens], where another device has found them; null: found here.
-  void build(const Kernels& kernels, const char* rows, const uint16_t* signs);
+  // Once. rows: [num_kv_heads, num_tokens, 2 * dim]. hashed: null: keys are hashed here.
+  void build(const Kernels& kernels, const char* rows, const Hashed* hashed);
 
   // The tables of a segment that was saved: `memory` as another's memory() had it. std::invalid_argument unless its
   // size is right and everything in it stays within the segment.
@@ -48,7 +55,8 @@ class Tables : public Index {
     std::vector<Bucket> buckets;
     size_t visited = 0;
   };
-  void centre(const Kernels& kernels, const char* rows, uint32_t kv_head, size_t first, uint16_t* bits) const;
+  void take(const Hashed& hashed) const;
+  void hash(const Kernels& kernels, const char* rows, uint32_t kv_head, uint16_t* bits) const;
   void find_keys_at_mean(uint32_t kv_head);
   bool valid(uint32_t kv_head, uint32_t table) const;
   uint16_t* ids(uint32_t kv_head) const { return reinterpret_cast<uint16_t*>(memory_.data() + kv_head * head_bytes_); }

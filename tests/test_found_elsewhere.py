@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from magicpig import LayerKV, LSHConfig, ScanConfig, _native, reference
-from magicpig.kv.device_index import hashed, signs_of
+from magicpig.kv.device_index import hash_keys, hashed
 
 PIECE = 1024
 
@@ -55,26 +55,65 @@ def test_signs_that_do_not_fit_are_refused():
         attend([layer(ScanConfig(), [100])], queries, np.zeros((10, 6), np.uint16))
 
 
+def found_of(keys, lsh):
+    means, inv_norms, signs = hash_keys(keys, lsh)
+    return means, inv_norms, signs.numpy().view(np.uint16)
+
+
 def test_segments_of_hashed_keys_are_the_cores_own():
     lsh = LSHConfig(6, 40, exact_below=0)
     keys, values = torch.randn(2, 2, 3000, 24)
     kv, own = layer(lsh, []), layer(lsh, [])
     own.append(keys, values)
-    kv._native.append_hashed(keys, values, signs_of(keys, lsh).numpy().view(np.uint16))
+    kv._native.append_hashed(keys, values, found_of(keys, lsh))
     mine, theirs = (each._native.segment_memory(0)[1] for each in (kv, own))
     assert (mine == theirs).mean() > 0.99  # but for projections that are all but zero
     queries = torch.randn(6, 24)
     torch.testing.assert_close(kv.attend(queries)[0], own.attend(queries)[0], atol=0.1, rtol=0.1)
-    for bad in (np.zeros((2, 15, 2999), np.uint16), np.zeros((1, 15, 3000), np.uint16)):
-        with pytest.raises(ValueError, match="signs must have shape"):
-            kv._native.append_hashed(keys, values, bad)
     with pytest.raises(ValueError, match="a segment of hash tables"):
-        kv._native.append_hashed(keys[:, :0], values[:, :0], np.zeros((2, 15, 0), np.uint16))
+        kv._native.append_hashed(keys[:, :0], values[:, :0], found_of(keys, lsh))
     spoiled = keys.clone()
     spoiled[1, 5, 3] = torch.nan
     with pytest.raises(ValueError, match="token 5 is NaN"):
-        kv._native.append_hashed(spoiled, values, signs_of(keys, lsh).numpy().view(np.uint16))
+        kv._native.append_hashed(spoiled, values, found_of(keys, lsh))
     assert kv.num_tokens == 3000
+
+
+def test_what_is_found_of_keys_is_checked():
+    lsh = LSHConfig(6, 40, exact_below=0)
+    keys, values = torch.randn(2, 2, 100, 24)
+    kv, found = layer(lsh, []), found_of(keys, lsh)
+    names = "means", "inv_norms", "signs"
+    for i, name in enumerate(names):
+        for part in (slice(1), slice(2, 0)):
+            bad = [*found]
+            bad[i] = found[i][part]
+            with pytest.raises(ValueError, match=f"{name} must have shape"):
+                kv._native.append_hashed(keys, values, tuple(bad))
+        short = [*found]
+        short[i] = found[i][..., :-1].copy() if i == 2 else found[i][..., :-1].contiguous()
+        with pytest.raises(ValueError, match=f"{name} must have shape"):
+            kv._native.append_hashed(keys, values, tuple(short))
+    for i, value in ((0, torch.nan), (0, torch.inf), (1, torch.nan), (1, -1.0), (1, 2e12)):
+        spoiled = [found[0].clone(), found[1].clone(), found[2]]
+        spoiled[i][1, 7] = value
+        with pytest.raises(ValueError, match="must be numbers"):
+            kv._native.append_hashed(keys, values, tuple(spoiled))
+    assert kv.num_tokens == 0
+
+
+def test_keys_at_their_mean_are_found_to_have_no_direction():
+    lsh = LSHConfig(4, 12, exact_below=0)
+    keys, values = torch.randn(2, 1, 300, 16)
+    keys[0, :5] = keys[0, 5:].mean(0)
+    kv, own = (LayerKV(2, 1, 16, lsh, torch.float32) for _ in range(2))
+    own.append(keys, values)
+    found = found_of(keys, lsh)
+    kv._native.append_hashed(keys, values, found)
+    assert (found[1] == 0).nonzero()[:, 1].tolist() == list(range(5))
+    for _ in range(20):
+        for rows in kv.sample(torch.randn(2, 16))[0]:
+            assert set(range(5)) <= set(rows.tolist())
 
 
 def assert_same(one, other):
@@ -94,14 +133,14 @@ def assert_same(one, other):
 def test_growing_segments_are_those_that_come_whole(tokens, dtype):
     lsh = LSHConfig(6, 40, exact_below=0)
     keys, values = torch.randn(2, 2, tokens, 24).to(dtype)
-    signs = signs_of(keys, lsh).numpy().view(np.uint16)
+    found = found_of(keys, lsh)
     kv, whole = (LayerKV(6, 2, 24, lsh, dtype) for _ in range(2))
-    whole._native.append_hashed(keys, values, signs)
+    whole._native.append_hashed(keys, values, found)
     growing = _native.GrowingSegment(kv._native, tokens)
     for part in (slice(0, 1), slice(1, 1), slice(1, 1000), slice(1000, 1001), slice(1001, None)):
         assert kv.num_tokens == 0
         growing.add(keys[:, part], values[:, part])
-    growing.finish(signs)
+    growing.finish(found)
     assert kv.segment_sizes == [tokens]
     assert_same(kv, whole)
 
@@ -109,7 +148,7 @@ def test_growing_segments_are_those_that_come_whole(tokens, dtype):
 def test_growing_segments_take_what_fits_and_no_more():
     lsh = LSHConfig(6, 40, exact_below=0)
     keys, values = torch.randn(2, 2, 100, 24)
-    signs = signs_of(keys, lsh).numpy().view(np.uint16)
+    found = found_of(keys, lsh)
     kv = layer(lsh, [])
     growing = _native.GrowingSegment(kv._native, 100)
     growing.add(keys[:, :60], values[:, :60])
@@ -118,13 +157,13 @@ def test_growing_segments_take_what_fits_and_no_more():
     with pytest.raises(ValueError, match="as many tokens as keys"):
         growing.add(keys[:, 60:], values[:, 61:])
     with pytest.raises(ValueError, match="lacks tokens"):
-        growing.finish(signs)
-    with pytest.raises(ValueError, match="signs must have shape"):
-        growing.finish(signs[:, :, :60].copy())
+        growing.finish(found)
+    with pytest.raises(ValueError, match="inv_norms must have shape"):
+        growing.finish(found_of(keys[:, :60], lsh))
     growing.add(keys[:, 60:], values[:, 60:])
-    growing.finish(signs)
+    growing.finish(found)
     assert kv.num_tokens == 100
-    for again in (lambda: growing.finish(signs), lambda: growing.add(keys[:, :0], values[:, :0])):
+    for again in (lambda: growing.finish(found), lambda: growing.add(keys[:, :0], values[:, :0])):
         with pytest.raises(ValueError, match=r"is finished|no room"):
             again()
     for tokens in (0, 65_537):

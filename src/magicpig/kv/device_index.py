@@ -32,7 +32,7 @@ def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor)
         if not isinstance(kv.index, LSHConfig) or own.shape[1] < kv.index.shortest_indexed:
             kv.append(_on_host(own), values_here)
             continue
-        kv._native.append_hashed(_on_host(own), values_here, _signs_from(device, own, kv))
+        kv._native.append_hashed(_on_host(own), values_here, _found_by(device, own, kv))
 
 
 class GrowingSegment:
@@ -49,15 +49,16 @@ class GrowingSegment:
 
     def finish_from(self, device: torch.device, keys: Tensor) -> None:
         """When all are there: the device hashes all keys, and the far context gets them."""
-        self._native.finish(_signs_from(device, keys, self.kv))
+        self._native.finish(_found_by(device, keys, self.kv))
 
 
-def _signs_from(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
-    """uint16 [num_kv_heads, projections / 16, tokens], as the native core wants them."""
+def _found_by(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
+    """What the native core wants to know of keys."""
     assert isinstance(kv.index, LSHConfig)
     with current(device):
-        signs = _on_host(signs_of(keys.to(device, non_blocking=True).to(kv.dtype), kv.index))
-    return signs.numpy().view(np.uint16)
+        found = hash_keys(keys.to(device, non_blocking=True).to(kv.dtype), kv.index)
+        means, inv_norms, signs = map(_on_host, found)
+    return means, inv_norms, signs.numpy().view(np.uint16)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -70,19 +71,24 @@ def _on_host(tensor: Tensor) -> Tensor:
     return copied
 
 
-def signs_of(keys: Tensor, lsh: LSHConfig) -> Tensor:
-    """Of the projections of keys [num_kv_heads, tokens, head_dim] less their means: int16
+def hash_keys(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Of keys [num_kv_heads, tokens, head_dim]: their means [num_kv_heads, head_dim]; and of keys
+    less those, one over their norms [num_kv_heads, tokens], and signs of their projections, int16
     [num_kv_heads, projections / 16, tokens], a bit for each."""
-    return torch.stack([_signs_of_head(head, lsh) for head in keys])
+    means, inv_norms, signs = zip(*(_hash_head(head, lsh) for head in keys), strict=True)
+    return torch.stack(means), torch.stack(inv_norms), torch.stack(signs)
 
 
-def _signs_of_head(keys: Tensor, lsh: LSHConfig) -> Tensor:
+def _hash_head(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor, Tensor]:
     wide = keys.float()
     mean = wide.double().mean(0).float()
     centred = wide - mean
-    border = (AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
-    centred = torch.where(centred.norm(dim=-1, keepdim=True) > border, centred, 0.0)
-    return hashed(centred, directions_of(lsh, keys.shape[1], keys.device), columns_of(lsh))
+    norms = centred.norm(dim=-1)
+    has_direction = norms > (AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
+    centred = torch.where(has_direction[:, None], centred, 0.0)
+    directions = directions_of(lsh, keys.shape[1], keys.device)
+    signs = hashed(centred, directions, columns_of(lsh))
+    return mean, torch.where(has_direction, 1 / norms, 0.0), signs
 
 
 @lru_cache(maxsize=8)
