@@ -81,10 +81,11 @@ void add_part(Growing& growing, const Array& keys, const Array& values) {
   growing.segment.add(key_view, value_view, count);
 }
 
-void finish_growing(Growing& growing, const Found& found) {
-  const Hashed hashed = hashed_keys(growing.segment.geometry(), found, growing.segment.num_tokens());
+void finish_growing(Growing& growing, const std::optional<Found>& found) {
+  std::optional<Hashed> hashed;
+  if (found) hashed = hashed_keys(growing.segment.geometry(), *found, growing.segment.num_tokens());
   nb::gil_scoped_release release;
-  growing.kv.adopt(growing.segment.finish(&hashed));
+  growing.kv.adopt(growing.segment.finish(hashed ? &*hashed : nullptr));
 }
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -238,11 +239,12 @@ NB_MODULE(_native, m) {
           },
           "Bytes of rows and of the index.");
 
-  nb::class_<Growing>(m, "GrowingSegment", "Of hash tables, for tokens that come in parts.")
+  nb::class_<Growing>(m, "GrowingSegment", "Of a sequence, for tokens that come in parts.")
       .def(nb::init<LayerKV&, uint32_t>(), nb::keep_alive<1, 2>(), "kv"_a, "num_tokens"_a)
       .def("add", &add_part, "keys"_a.noconvert(), "values"_a.noconvert(), "The next tokens.")
-      .def("finish", &finish_growing, "found"_a,
-           "Adds the segment to kv, when all tokens are there. found: as in LayerKV.append_hashed.");
+      .def("finish", &finish_growing, "found"_a = nb::none(),
+           "Adds the segment to kv, when all tokens are there. found: as in LayerKV.append_hashed; None: found here, "
+           "where it is needed.");
 
   m.def("empty_bytes", &empty_bytes, "bytes"_a, "Memory for a segment that is made elsewhere; contents undefined.");
   m.def("available_memory", &available_memory, "Bytes that can still be had.");

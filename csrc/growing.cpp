@@ -17,24 +17,28 @@ void require(bool fine, const char* message) {
 
 GrowingSegment::GrowingSegment(const Geometry& geometry, uint32_t num_tokens)
     : geometry_(geometry), num_tokens_(num_tokens) {
-  require(geometry.lsh && num_tokens >= 1 && num_tokens <= Segment::kMaxTokens && num_tokens >= geometry.exact_below,
-          "a segment of hash tables has up to 65,536 tokens, and no fewer than are indexed");
+  require(num_tokens >= 1 && num_tokens <= Segment::kMaxTokens, "a segment has from 1 to 65,536 tokens");
   segment_ = std::make_shared<Segment>(geometry, num_tokens);
-  tables_ = std::make_unique<Tables>(geometry.lsh, geometry.type, geometry.num_kv_heads, num_tokens);
+  if (geometry.lsh && num_tokens >= geometry.exact_below)
+    tables_ = std::make_unique<Tables>(geometry.lsh, geometry.type, geometry.num_kv_heads, num_tokens);
 }
 
 void GrowingSegment::add(const TensorView& keys, const TensorView& values, size_t count) {
   require(segment_ && count <= num_tokens_ - num_added_, "there is no room for these tokens in the segment");
   const auto n = static_cast<uint32_t>(count);
   segment_->fill(geometry_, keys, values, 0, num_added_, n);
-  tables_->take_memory(n);
+  if (tables_) tables_->take_memory(n);
   num_added_ += n;
 }
 
 std::shared_ptr<const Segment> GrowingSegment::finish(const Hashed* hashed) {
   require(segment_ && num_added_ == num_tokens_, "the segment lacks tokens, or is finished");
-  tables_->build(kernels(), segment_->row_memory().data(), hashed);
-  segment_->take_index(std::move(tables_));
+  if (tables_) {
+    tables_->build(kernels(), segment_->row_memory().data(), hashed);
+    segment_->take_index(std::move(tables_));
+  } else {
+    segment_->build_index(geometry_);
+  }
   return std::move(segment_);
 }
 

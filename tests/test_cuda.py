@@ -137,8 +137,8 @@ def test_an_index_made_on_the_gpu_draws_the_same():
 def test_segments_grow_with_prompts(monkeypatch):
     """Their tables are those of a segment that is made of all tokens when they are there."""
     prompt, found = [i * 7 % 200 + 3 for i in range(3000)], []
-    for part in (256, 10_000):
-        monkeypatch.setattr(segments, "PART", part)
+    for least in (256, 10_000):
+        monkeypatch.setattr(segments, "LEAST_EARLY", least)
         llm = cuda_llm("lsh:4:12")
         llm.engine.runner.part_tokens = 300
         found.append(llm.read(prompt).layers[1].far)

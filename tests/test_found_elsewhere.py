@@ -145,6 +145,21 @@ def test_growing_segments_are_those_that_come_whole(tokens, dtype):
     assert_same(kv, whole)
 
 
+@pytest.mark.parametrize("index", [None, ScanConfig(), LSHConfig(6, 40, exact_below=0)])
+@pytest.mark.parametrize("tokens", [10, 3000])
+def test_segments_of_any_index_grow(index, tokens):
+    keys, values = torch.randn(2, 2, tokens, 24)
+    kv, whole = layer(index, []), layer(index, [])
+    whole.append(keys, values)
+    growing = _native.GrowingSegment(kv._native, tokens)
+    for part in (slice(0, 7), slice(7, 2000), slice(2000, None)):
+        growing.add(keys[:, part], values[:, part])
+    growing.finish()
+    queries = torch.randn(6, 24)
+    for mine, theirs in zip(kv.attend(queries), whole.attend(queries), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_growing_segments_take_what_fits_and_no_more():
     lsh = LSHConfig(6, 40, exact_below=0)
     keys, values = torch.randn(2, 2, 100, 24)
@@ -167,12 +182,13 @@ def test_growing_segments_take_what_fits_and_no_more():
         with pytest.raises(ValueError, match=r"is finished|no room"):
             again()
     for tokens in (0, 65_537):
-        with pytest.raises(ValueError, match="up to 65,536 tokens"):
+        with pytest.raises(ValueError, match="from 1 to 65,536 tokens"):
             _native.GrowingSegment(kv._native, tokens)
-    with pytest.raises(ValueError, match="no fewer than are indexed"):
-        _native.GrowingSegment(layer(LSHConfig(6, 40), [])._native, 63)
+    other = _native.GrowingSegment(layer(ScanConfig(), [])._native, 100)
+    other.add(keys, values)
     with pytest.raises(ValueError, match="a segment of hash tables"):
-        _native.GrowingSegment(layer(ScanConfig(), [])._native, 2000)
+        other.finish(found)
+    other.finish()
     spoiled = keys.clone()
     spoiled[1, 5, 3] = torch.nan
     with pytest.raises(ValueError, match="token 5 is NaN"):

@@ -99,8 +99,7 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
     for name in ("lsh", "scan", "cpu_dense"):
         monkeypatch.setattr(f"magicpig.attention.{name}.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LONGEST", 32)
-    monkeypatch.setattr(segments, "LEAST_EARLY", 8)
-    monkeypatch.setattr(segments, "PART", 16)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 32)
     prompt = [i * 7 % 200 + 3 for i in range(length)]
     found, built = [], []
     build = hybrid_layer._build
@@ -113,12 +112,12 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
         found.append(request)
     plain, early = (request.prompt for request in found)
     layers = 4 if method == "cpu-dense" else 2  # two are dense
-    pieces = {40: [21], 90: [32, 32, 10], 200: 5 * [32] + [21]}[length]
-    if method == "lsh:4:12":  # in halves
-        pieces = {40: [16, 12], 90: 4 * [16], 200: 11 * [16] + [12]}[length]
-        whole = {40: [28], 90: [32, 32], 200: 5 * [32] + [28]}[length]
-        assert early.layers[1].far.segment_sizes == whole
-    assert sorted(args[1].tokens for args in built) == sorted(layers * pieces)
+    far, index = length - 12, early.layers[1].far.index
+    sizes = segments.early_pieces(far, index) if far >= 32 else [far]
+    assert early.layers[1].far.segment_sizes == sizes
+    ends = sum(args[4] for args in built)
+    assert ends == (layers * len(sizes) if far >= 32 else 0)
+    assert sum(args[2][0].shape[1] - args[3] for args in built) == (layers * far if ends else 0)
     for one, other in zip(plain.layers, early.layers, strict=True):
         assert one.num_tokens == other.num_tokens == length
         for mine, theirs in zip(one.read(), other.read(), strict=True):
@@ -147,8 +146,8 @@ def test_a_segment_that_fails_ends_its_request(monkeypatch):
 def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch):
     monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
     found = []
-    for part in (64, 10_000):
-        monkeypatch.setattr(segments, "PART", part)
+    for least in (64, 10_000):
+        monkeypatch.setattr(segments, "LEAST_EARLY", least)
         sequence = llm_for("llama", "lsh:4:12", True, 50).read([i % 90 + 3 for i in range(600)])
         found.append(sequence.layers[1].far)
     grown, whole = found
@@ -158,7 +157,7 @@ def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch):
 
 def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
     monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
-    monkeypatch.setattr(segments, "PART", 16)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 16)
     added, go_on = [], threading.Event()
     add = GrowingSegment.add
 

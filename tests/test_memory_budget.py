@@ -197,7 +197,7 @@ def test_windows_of_sliding_layers_grow_by_steps():
 
 
 def test_prompts_that_are_made_far_early_are_merged_earlier():
-    asked = {device: needs("cpu-dense", device, block=256) for device in (CPU, GPU)}
+    asked = {device: needs("scan:2:1%", device, block=256) for device in (CPU, GPU)}
     for new, apart in ((1000, False), (13_000, True)):
         here, there = (asked[d].of(20_600, new, 8).host for d in (CPU, GPU))
         assert (there > 1.2 * here) is apart

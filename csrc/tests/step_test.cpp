@@ -158,10 +158,9 @@ void test_adopted_segments() {
 }
 
 // Segments that grow, several at a time, become those that are made of all their tokens at once.
-void test_growing_segments() {
-  const Geometry geometry{4, 2, 24, kBF16, make_lsh(5, 21, 2, 24), nullptr, 32};
+void test_growing_segments(const Geometry& geometry) {
   std::vector<std::thread> threads;
-  for (uint32_t count : {32u, 33u, 301u, 1000u, 5003u}) {
+  for (uint32_t count : {1u, 33u, 301u, 1000u, 5003u}) {
     threads.emplace_back([&geometry, count] {
       const Tokens tokens(geometry, count, count);
       LayerKV whole(geometry), grown(geometry);
@@ -185,7 +184,7 @@ void test_growing_segments() {
     });
   }
   for (auto& thread : threads) thread.join();
-  CHECK(throws<std::invalid_argument>([&] { GrowingSegment(geometry, 31); }));
+  CHECK(throws<std::invalid_argument>([&] { GrowingSegment(geometry, 0); }));
   CHECK(throws<std::invalid_argument>([&] { GrowingSegment(geometry, 65537); }));
 }
 
@@ -284,7 +283,9 @@ int main() {
   test_steps();
   test_bad_numbers_and_refusals();
   test_adopted_segments();
-  test_growing_segments();
+  test_growing_segments({4, 2, 24, kBF16, make_lsh(5, 21, 2, 24), nullptr, 32});
+  test_growing_segments({4, 2, 24, kBF16, nullptr, make_scan(2, 0.2f, 4, 24), 32});
+  test_growing_segments({4, 2, 24, kBF16, nullptr, nullptr, 0});
   test_adopted_codes();
   test_concurrency(make_lsh(4, 20, 2, 32), nullptr);
   test_concurrency(nullptr, make_scan(2, 0.2f, 4, 32));

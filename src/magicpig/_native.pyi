@@ -66,16 +66,16 @@ class LayerKV:
         """Bytes of rows and of the index."""
 
 class GrowingSegment:
-    """Of hash tables, for tokens that come in parts."""
+    """Of a sequence, for tokens that come in parts."""
 
     def __init__(self, kv: LayerKV, num_tokens: int) -> None: ...
 
     def add(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> None:
         """The next tokens."""
 
-    def finish(self, found: tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]]) -> None:
+    def finish(self, found: tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]] | None = None) -> None:
         """
-        Adds the segment to kv, when all tokens are there. found: as in LayerKV.append_hashed.
+        Adds the segment to kv, when all tokens are there. found: as in LayerKV.append_hashed; None: found here, where it is needed.
         """
 
 def empty_bytes(bytes: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import globaltimer
 from magicpig.attention.kernel_sizes import wide
 
 COLUMNS = 128  # of the projection, at once
+MANY = 1024  # vectors: keys, which are hashed more of at once than queries
 MOST = tl.constexpr(1e36)  # a squared norm: the native core takes no larger vectors
 
 
@@ -32,10 +33,10 @@ def _ask(queries, asked, DIM: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _signs(
     queries, directions, signs, count, columns, stride,
-    DIM: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of sixteen queries and some columns: which projections are at least 0, sixteen to a word."""
-    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    """Of some queries and columns: which projections are at least 0, sixteen to a word."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * COLUMNS
     at, dims = first + tl.arange(0, COLUMNS), tl.arange(0, WIDE)
     q = tl.load(
@@ -48,7 +49,7 @@ def _signs(
     product = tl.dot(q.to(p.dtype), p, input_precision="ieee")
     found = (product >= 0) & (at < columns)[None, :]
     bits = found.to(tl.int32) << (at % 16)[None, :]
-    words = tl.sum(tl.reshape(bits, [16, COLUMNS // 16, 16]), 2)
+    words = tl.sum(tl.reshape(bits, [ROWS, COLUMNS // 16, 16]), 2)
     group = first // 16 + tl.arange(0, COLUMNS // 16)
     place = group[None, :] * count + rows[:, None]
     mask = (rows < count)[:, None] & (group * 16 < columns)[None, :]
@@ -138,7 +139,8 @@ def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor)
     """
     dim, stride = directions.shape
     count = len(vectors)
-    grid = triton.cdiv(count, 16), triton.cdiv(columns, COLUMNS)
+    rows = 16 if count < MANY else 64
+    grid = triton.cdiv(count, rows), triton.cdiv(columns, COLUMNS)
     _signs[grid](
         vectors,
         directions,
@@ -148,6 +150,7 @@ def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor)
         stride,
         DIM=dim,
         WIDE=wide(dim),
+        ROWS=rows,
         COLUMNS=COLUMNS,
     )
 

@@ -36,11 +36,12 @@ def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor)
 
 
 class GrowingSegment:
-    """A segment of hash tables, of so many tokens, which come in parts. Keys are centred at the
-    mean of all: the tables are made when all are there."""
+    """A segment of so many tokens, which come in parts. An index is made when all are there: keys
+    are centred at the mean of all."""
 
     def __init__(self, kv: LayerKV, tokens: int) -> None:
         self.kv = kv
+        self.has_tables = isinstance(kv.index, LSHConfig) and tokens >= kv.index.shortest_indexed
         self._native = _native.GrowingSegment(kv._native, tokens)
 
     def add(self, keys: Tensor, values: Tensor) -> None:
@@ -48,8 +49,9 @@ class GrowingSegment:
         self._native.add(keys, values)
 
     def finish_from(self, device: torch.device, keys: Tensor) -> None:
-        """When all are there: the device hashes all keys, and the far context gets them."""
-        self._native.finish(_found_by(device, keys, self.kv))
+        """When all are there, whose keys these are: the far context gets them. For hash tables, the
+        device hashes them."""
+        self._native.finish(_found_by(device, keys, self.kv) if self.has_tables else None)
 
 
 def _found_by(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from magicpig import trace
 from magicpig.attention.gpu import has_triton
 from magicpig.attention.scoring import Scoring, attend_to_all
-from magicpig.config import IndexConfig, LSHConfig, WindowConfig
+from magicpig.config import IndexConfig, WindowConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import Errand, beside
 from magicpig.kv.device_index import GrowingSegment, append_from
@@ -30,7 +30,7 @@ from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import together
-from magicpig.kv.segments import Early, next_early
+from magicpig.kv.segments import early_segment
 from magicpig.kv.tray import Drawn, Tray, tray_for
 
 if TYPE_CHECKING:
@@ -61,23 +61,35 @@ class HybridLayer(NativeLayer):
         return DeviceWindow(self.shape)
 
     def build_early(self, prompt: HostPrompt, expected: int) -> None:
-        """Begins to make tokens far of a prompt that is being read, where enough of them are there.
+        """Begins to make tokens far of a prompt that is being read, those that have come.
         `extend`, with all tokens, waits for it.
 
         expected: tokens that the prompt will have.
         """
         sinks, far = self.config.sinks, expected - self.config.sinks - self.config.local
-        while early := next_early(self.num_early, far, self.far.index):
-            first, last = sinks + self.num_early, sinks + self.num_early + early.tokens
-            if last > prompt.num_tokens:
+        there = min(prompt.num_tokens - sinks, far)
+        while self.num_early < there:
+            segment = early_segment(self.num_early, far, self.far.index)
+            if segment is None:
                 return
-            if isinstance(self.far.index, LSHConfig) and early.place == 0:
-                self._growing = GrowingSegment(self.far, early.segment)
-            segment = prompt.part(first - early.place, last)
+            first, last = segment
+            if self.num_early == first:
+                self._growing = GrowingSegment(self.far, last - first)
+            assert self._growing
+            end = min(there, last)
+            tokens = prompt.part(sinks + first, sinks + end)
             before = self._early[-1] if self._early else None
-            work = partial(_build, weakref.ref(self), early, segment, self._growing, before)
+            work = partial(
+                _build,
+                weakref.ref(self),
+                self._growing,
+                tokens,
+                self.num_early - first,
+                end == last,
+                before,
+            )
             self._early = [*self._early, _builder(os.getpid()).submit(work)]
-            self.num_early += early.tokens
+            self.num_early = end
 
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
         if self._early:
@@ -129,33 +141,29 @@ def _builder(process_id: int) -> ThreadPoolExecutor:
 
 def _build(
     known: weakref.ref[HybridLayer],
-    early: Early,
-    segment: tuple[Tensor, Tensor, Sequence[Errand]],
-    growing: GrowingSegment | None,
+    growing: GrowingSegment,
+    tokens: tuple[Tensor, Tensor, Sequence[Errand]],
+    place: int,
+    is_last: bool,
     before: Future[None] | None,
 ) -> None:
-    """Makes tokens of a layer far, if that is still wanted.
+    """Adds tokens to a layer's segment, if that is still wanted.
 
-    segment: theirs, up to them. before: what has to be done first.
+    tokens: the segment's, up to these, which begin at `place`. is_last: whether it is full then.
+    before: what has to be done first.
     """
     if before:
         before.result()
     layer = known()
     if layer is None:
         return
-    keys, values, copies = segment
+    keys, values, copies = tokens
     for errand in copies:
         errand.before_host()
-    device = layer.shape.device
-    with (
-        torch.inference_mode(),
-        beside(device),
-        trace.span("segment", tokens=early.tokens),
-    ):
-        if growing is None:
-            return layer._append_far(layer.far, keys, values)
-        growing.add(keys[:, early.place :], values[:, early.place :])
-        if early.is_last:
+    device, count = layer.shape.device, keys.shape[1] - place
+    with torch.inference_mode(), beside(device), trace.span("segment", tokens=count):
+        growing.add(keys[:, place:], values[:, place:])
+        if is_last:
             growing.finish_from(device, keys)
 
 

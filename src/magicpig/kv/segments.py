@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
-from magicpig.config import IndexConfig, LSHConfig
+from magicpig.config import IndexConfig, ScanConfig
 
 LONGEST = 65_536  # tokens of a segment, as in segment.h
-LEAST_EARLY = 12_288  # of what is less than that
-PART = 4096  # tokens that a growing segment gets at once
+LEAST_EARLY = 4096  # of a prompt
 FANOUT = 4  # as in layer_kv.cpp
 FOLLOWED = 4096  # blocks; what comes behind them is taken to be added and no more
 
@@ -33,45 +31,30 @@ def most_held(prompt: tuple[int, ...], blocks: int, block: int) -> tuple[int, ..
     return (*most, *pieces(max(0, blocks - FOLLOWED) * block))
 
 
-class Early(NamedTuple):
-    """Tokens of a prompt that are made far while others are read, their place in their segment, and
-    how many that will have."""
-
-    tokens: int
-    place: int
-    segment: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.place + self.tokens == self.segment
-
-
-def next_early(built: int, far: int, index: IndexConfig | None) -> Early | None:
-    """A full segment; then three quarters of the rest, once, so that little is left for the end;
-    then none. lsh looks into each table of each segment, small as it may be, and has as few of them
-    as there can be: they grow.
-
-    built: tokens that have been made far. far: how many will be.
-    """
-    left, place = far - built, built % LONGEST
-    if isinstance(index, LSHConfig):
-        segment = min(LONGEST, place + left)
-        tokens = min(PART, segment - place)
-        worth = segment >= max(PART, index.shortest_indexed)
-        return Early(tokens, place, segment) if worth and tokens else None
-    tokens = LONGEST if left >= LONGEST else 0 if place else left * 3 // 4
-    return Early(tokens, 0, tokens) if tokens >= min(LONGEST, LEAST_EARLY) else None
-
-
 def early_pieces(far: int, index: IndexConfig | None) -> list[int]:
-    """Segments of a prompt, parts of which are made early."""
-    if isinstance(index, LSHConfig):
+    """Segments of a prompt that is made far while it is read.
+
+    An index is made of all keys of a segment. lsh looks into each table of each segment, small as
+    it may be: they are to be few. Codes of three quarters of what is no full segment are made
+    before the last quarter is there.
+    """
+    rest = far % LONGEST
+    if not isinstance(index, ScanConfig) or rest < LEAST_EARLY:
         return pieces(far)
-    sizes, built = list[int](), 0
-    while early := next_early(built, far, index):
-        sizes.append(early.tokens)
-        built += early.tokens
-    return sizes + pieces(far - built)
+    return [*pieces(far - rest), rest - rest // 4, rest // 4]
+
+
+def early_segment(built: int, far: int, index: IndexConfig | None) -> tuple[int, int] | None:
+    """Where the segment begins that gets the next token, and where it ends; None: it gets none.
+
+    built: tokens before it. far: how many there will be.
+    """
+    first = 0
+    for size in early_pieces(far, index) if far >= LEAST_EARLY else ():
+        if first + size > built:
+            return first, first + size
+        first += size
+    return None
 
 
 def pieces(tokens: int) -> list[int]:
