@@ -88,7 +88,8 @@ def test_prompts_take_more_while_they_are_read():
     assert reading == Memory(LAYERS * pinned, 3 * 1000 * VECTORS)
     assert needs("full", GPU).reading(1000) == Memory(0, 2 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).reading(1000)
-    assert mixed == Memory(2 * pinned, 3 * 1000 * VECTORS)
+    signs, norms = 2**14, 2**13  # of 1,000 keys of two heads: three words of 16 bits each, a float
+    assert mixed == Memory(2 * (pinned + signs + norms), 3 * 1000 * VECTORS)
     codes = LAYERS * codes_of(1000)  # which come when they are read
     assert needs("scan:2:1%", GPU).reading(1000).device == 3 * 1000 * VECTORS - codes
     assert needs("lsh:4:12", CPU).reading(1000) == Memory(1000 * VECTORS)

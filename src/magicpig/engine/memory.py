@@ -25,6 +25,7 @@ from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
 from magicpig.config import IndexConfig, WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
+from magicpig.kv.device_index import MOST_AHEAD, bytes_ahead
 from magicpig.kv.seats import ROOM
 from magicpig.kv.segments import LONGEST, early_pieces, most_held, pieces
 
@@ -185,7 +186,13 @@ class Needs:
             for i in pinned
             if self._codes_there(i)
         )
-        return Memory(2 * len(pinned) * _power_of_two(layer // 2), max(0, device))
+        host = 2 * len(pinned) * _power_of_two(layer // 2)
+        method = self.plan.method
+        if isinstance(method, Lsh):
+            heads, tokens = self._shape.num_kv_heads, min(prompt_tokens, LONGEST)
+            most = min(MOST_AHEAD, len(pinned))
+            host += most * bytes_ahead(method.index, heads, tokens)
+        return Memory(host, max(0, device))
 
     def workspace(self) -> int:
         """Of the device, for a part of a prompt on its way through a layer, and for hashing it."""

@@ -174,8 +174,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                     mass[:, :, : self.mass.shape[2]] += self.mass
                 self.mass = mass
             if self.prompt:
-                self.prompt.release()
                 self._build_early()
+                self.prompt.release()
             return out.transpose(1, 2)
         self.to_rows(keys, None if mask is None else _visible(mask))
         query, key, value = (tensor.squeeze(2) for tensor in (queries, keys, values))

@@ -37,6 +37,13 @@ class Courier:
             event.record(self._stream)
         return Errand(event, self.device)
 
+    def fetch(self, tensor: Tensor) -> tuple[Tensor, Errand]:
+        """A copy in host memory, once the errand is done; the caller need not keep the tensor."""
+        host = self.host_memory(tuple(tensor.shape), tensor.dtype)
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+        return host, self.send(tensor, host)
+
 
 class Errand:
     """A copy on its way."""

@@ -6,6 +6,7 @@ for projections within rounding of zero.
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from magicpig.kv.segments import LONGEST
 
 AT_MEAN = 1e-4  # nearer to the mean than this share of its norm, a key has no direction
 MAX_NORM = 1e18
+MOST_AHEAD = 8  # segments whose keys are hashed before the native core has time for them
 
 
 def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor) -> None:
@@ -43,15 +45,45 @@ class GrowingSegment:
         self.kv = kv
         self.has_tables = isinstance(kv.index, LSHConfig) and tokens >= kv.index.shortest_indexed
         self._native = _native.GrowingSegment(kv._native, tokens)
+        self._ahead: _Ahead | None = None
 
     def add(self, keys: Tensor, values: Tensor) -> None:
         """The next tokens [num_kv_heads, tokens, head_dim], in host memory."""
         self._native.add(keys, values)
 
+    def hash_ahead(self, keys: Tensor) -> None:
+        """Of all tokens, while the device has them; where the host has room for what it finds."""
+        if self.has_tables and _ahead.acquire(blocking=False):
+            self._ahead = _Ahead(keys, self.kv)
+
     def finish_from(self, device: torch.device, keys: Tensor) -> None:
         """When all are there, whose keys these are: the far context gets them. For hash tables, the
-        device hashes them."""
-        self._native.finish(_found_by(device, keys, self.kv) if self.has_tables else None)
+        device hashes them, if it has not done so."""
+        if not self.has_tables:
+            return self._native.finish()
+        ahead, self._ahead = self._ahead, None
+        self._native.finish(ahead.found if ahead else _found_by(device, keys, self.kv))
+
+
+_ahead = threading.BoundedSemaphore(MOST_AHEAD)
+
+
+class _Ahead:
+    """What a device has found of keys, on its way to the host. Made with `_ahead` acquired."""
+
+    def __init__(self, keys: Tensor, kv: LayerKV) -> None:
+        assert isinstance(kv.index, LSHConfig)
+        found = hash_keys(keys.to(kv.dtype), kv.index)
+        self._found = [courier(keys.device).fetch(tensor) for tensor in found]
+
+    def __del__(self) -> None:
+        _ahead.release()
+
+    @property
+    def found(self) -> Any:
+        for _, errand in self._found:
+            errand.before_host()
+        return _for_native(*(tensor for tensor, _ in self._found))
 
 
 def _found_by(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
@@ -59,8 +91,17 @@ def _found_by(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
     assert isinstance(kv.index, LSHConfig)
     with current(device):
         found = hash_keys(keys.to(device, non_blocking=True).to(kv.dtype), kv.index)
-        means, inv_norms, signs = map(_on_host, found)
+        return _for_native(*map(_on_host, found))
+
+
+def _for_native(means: Tensor, inv_norms: Tensor, signs: Tensor) -> Any:
     return means, inv_norms, signs.numpy().view(np.uint16)
+
+
+def bytes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> int:
+    """Of the host's memory, for what is found of keys of so many tokens, in powers of two."""
+    each = 4 * num_kv_heads * tokens, 2 * num_kv_heads * words_of(lsh) * tokens
+    return sum(1 << (size - 1).bit_length() for size in each)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

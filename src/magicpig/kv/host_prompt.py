@@ -127,6 +127,10 @@ class HostPrompt:
         keys, values = (x[first:last].transpose(0, 1) for x in self._host)
         return keys, values, list(self._leaving)
 
+    def keys_there(self, first: int, last: int) -> Tensor:
+        """Keys [kv_heads, tokens, dim] on the device, before they are released."""
+        return self._arrived()[0][first:last].transpose(0, 1)
+
     def select(self, indices: Tensor) -> None:
         """Keeps these rows: the one there is."""
         if indices.tolist() != [0]:

@@ -36,7 +36,7 @@ from magicpig.kv.tray import Drawn, Tray, tray_for
 if TYPE_CHECKING:
     from magicpig.kv.device_scan import DeviceCodes
 
-BUILT_AT_ONCE = 2  # layers, of prompts that are being read
+BUILT_AT_ONCE = 3  # layers, of prompts that are being read
 
 
 class HybridLayer(NativeLayer):
@@ -77,6 +77,8 @@ class HybridLayer(NativeLayer):
                 self._growing = GrowingSegment(self.far, last - first)
             assert self._growing
             end = min(there, last)
+            if end == last:
+                self._growing.hash_ahead(prompt.keys_there(sinks + first, sinks + end))
             tokens = prompt.part(sinks + first, sinks + end)
             before = self._early[-1] if self._early else None
             work = partial(
