@@ -75,7 +75,7 @@ GPUS = [
 
 CPUS = [
     Cpu("EPYC-2-cores", 2, 35 * GB, 14 * GB),  # measured: a virtual machine on Zen 4
-    Cpu("Xeon-16-cores", 16, 119 * GB, 70 * GB, **XEON),  # measured: a machine beside an H200
+    Cpu("Xeon-16-cores", 16, 119 * GB, 80 * GB, **XEON),  # measured: a machine beside an H200
     _cpu("Core-i9-14900K", 8, 89.6),  # its fast cores
     _cpu("EPYC-7543", 32, 204.8),
     _cpu("EPYC-9354", 32, 460.8),
