@@ -26,6 +26,9 @@ GrowingSegment::GrowingSegment(const Geometry& geometry, uint32_t num_tokens)
 void GrowingSegment::add(const TensorView& keys, const TensorView& values, size_t count) {
   require(segment_ && count <= num_tokens_ - num_added_, "there is no room for these tokens in the segment");
   const auto n = static_cast<uint32_t>(count);
+  // Memory that was promised is there when it is written to: others may have taken it meanwhile.
+  const size_t promised = segment_->row_nbytes() + (tables_ ? tables_->memory_needed() : 0);
+  require_memory(promised / num_tokens_ * (num_tokens_ - num_added_));
   segment_->fill(geometry_, keys, values, 0, num_added_, n);
   if (tables_) tables_->take_memory(n);
   num_added_ += n;

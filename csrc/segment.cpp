@@ -37,12 +37,10 @@ Segment::Segment(const Geometry& geometry, const Source& source, size_t first, u
       num_kv_heads_(geometry.num_kv_heads),
       row_bytes_(geometry.row_bytes()),
       rows_(size_t{num_kv_heads_} * count * row_bytes_) {
-  const Stopwatch watch;
   const size_t old = magicpig::num_tokens(source.segments);
   const uint32_t copied = first < old ? static_cast<uint32_t>(std::min<size_t>(count, old - first)) : 0;
   if (copied) copy(source.segments, first, copied);
   if (copied < count) fill(geometry, source.keys, source.values, first + copied - old, copied, count - copied);
-  row_seconds_ = watch.seconds();
 }
 
 Segment::Segment(const Geometry& geometry, uint32_t count)
@@ -53,8 +51,10 @@ Segment::Segment(const Geometry& geometry, uint32_t count)
 
 void Segment::fill(const Geometry& geometry, const TensorView& keys, const TensorView& values, size_t first,
                    uint32_t at, uint32_t count) {
+  const Stopwatch watch;
   pack(geometry, keys, 0, first, at, count);
   pack(geometry, values, row_bytes_ / 2, first, at, count);
+  row_seconds_ += watch.seconds();
 }
 
 Segment::Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer index)
@@ -86,6 +86,7 @@ void Segment::build_index(const Geometry& geometry, const Hashed* hashed) {
 }
 
 void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
+  const Stopwatch watch;
   parallel_for(num_kv_heads_, [&](size_t head) {
     char* out = rows_.data() + head * num_tokens_ * row_bytes_;
     size_t skip = first, left = count;
@@ -98,6 +99,7 @@ void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
       left -= n;
     }
   });
+  row_seconds_ += watch.seconds();
 }
 
 // `count` rows from `at` on take the tensor's tokens from `first` on, in the half of the row that starts at byte

@@ -26,6 +26,7 @@ class Tables : public Index {
   // Has the system hand out memory before `build` writes to it, which it then does in half the time: what belongs to
   // `count` tokens more.
   void take_memory(uint32_t count);
+  size_t memory_needed() const { return num_kv_heads_ * head_bytes_; }
 
   // Once. rows: [num_kv_heads, num_tokens, 2 * dim]. hashed: null: keys are hashed here.
   void build(const Kernels& kernels, const char* rows, const Hashed* hashed);

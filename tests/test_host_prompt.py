@@ -1,8 +1,11 @@
 """Prompts that are kept in host memory while they are read: here in the code that GPUs run."""
 
 import gc
+import os
 import threading
 import time
+from queue import SimpleQueue
+from weakref import ref
 
 import pytest
 import torch
@@ -147,8 +150,10 @@ def test_a_segment_that_fails_ends_its_request(monkeypatch):
 def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room):
     """Whether the device has hashed the keys before, or there was no room for that."""
     monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
-    free = threading.BoundedSemaphore(room) if room else threading.Semaphore(0)
-    monkeypatch.setattr(device_index, "_ahead", free)
+    free = SimpleQueue()
+    for place in range(room):
+        free.put(place)
+    monkeypatch.setattr(device_index, "_places", free)
     found = []
     for least in (64, 10_000):
         monkeypatch.setattr(segments, "LEAST_EARLY", least)
@@ -157,7 +162,7 @@ def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room
     grown, whole = found
     assert grown.segment_sizes == whole.segment_sizes == [588]
     assert_same(grown, whole)
-    assert free._value == room  # it was given back
+    assert free.qsize() == room  # they were given back
 
 
 def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
@@ -174,7 +179,7 @@ def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
     monkeypatch.setattr(GrowingSegment, "add", waits)
     engine = llm_for("llama", "lsh:4:12", True).engine
     request = engine.add([5] * 300, PARAMS)
-    most = hybrid_layer.BUILT_AT_ONCE - 1  # two layers: the third thread waits for one of them
+    most = segments.BUILT_AT_ONCE - 1  # two layers: the third thread waits for one of them
     while len(added) < most:
         engine.step()
     for _ in range(4):
@@ -185,3 +190,25 @@ def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
     go_on.set()
     time.sleep(0.1)
     assert len(added) == most  # those that had begun
+
+
+def test_what_fails_while_a_prompt_is_read_holds_nothing(monkeypatch):
+    """Neither memory nor places for hashed keys."""
+    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 16)
+    kept = []
+
+    def fails(self, *_):
+        kept.append(ref(self))
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(GrowingSegment, "add", fails)
+    llm = llm_for("llama", "lsh:4:12", True)
+    with pytest.raises(MemoryError, match="no more"):
+        llm.generate([5] * 300, PARAMS)
+    hybrid_layer._builder(os.getpid()).submit(int).result()
+    time.sleep(0.1)
+    gc.collect()
+    assert kept
+    assert not [known() for known in kept if known()]
+    assert device_index._places.qsize() == segments.MOST_AHEAD

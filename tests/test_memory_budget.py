@@ -88,8 +88,10 @@ def test_prompts_take_more_while_they_are_read():
     assert reading == Memory(LAYERS * pinned, 3 * 1000 * VECTORS)
     assert needs("full", GPU).reading(1000) == Memory(0, 2 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).reading(1000)
-    signs, norms = 2**14, 2**13  # of 1,000 keys of two heads: three words of 16 bits each, a float
+    signs, norms = 2**14, 2**13  # of 1,024 keys of two heads: three words of 16 bits each, a float
     assert mixed == Memory(2 * (pinned + signs + norms), 3 * 1000 * VECTORS)
+    for one, other in ((600, 1000), (1025, 2048), (70_000, 131_072)):  # blocks of the same sizes
+        assert len({needs("lsh:4:12", GPU).reading(n).host for n in (one, other)}) == 1
     codes = LAYERS * codes_of(1000)  # which come when they are read
     assert needs("scan:2:1%", GPU).reading(1000).device == 3 * 1000 * VECTORS - codes
     assert needs("lsh:4:12", CPU).reading(1000) == Memory(1000 * VECTORS)

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import globaltimer
 from magicpig.attention.kernel_sizes import wide
 
 COLUMNS = 128  # of the projection, at once
-MANY = 1024  # vectors: keys, which are hashed more of at once than queries
+MANY = 4096  # vectors, which are looked at more of at once: keys
 MOST = tl.constexpr(1e36)  # a squared norm: the native core takes no larger vectors
 
 

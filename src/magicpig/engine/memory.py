@@ -25,9 +25,16 @@ from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
 from magicpig.config import IndexConfig, WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import MOST_AHEAD, bytes_ahead
+from magicpig.kv.device_index import bytes_ahead
 from magicpig.kv.seats import ROOM
-from magicpig.kv.segments import LONGEST, early_pieces, most_held, pieces
+from magicpig.kv.segments import (
+    BUILT_AT_ONCE,
+    LONGEST,
+    MOST_AHEAD,
+    early_pieces,
+    most_held,
+    pieces,
+)
 
 SHARE = 0.9  # of the memory that is free, for keys, values and indexes
 AT_HAND = 3  # layers' worth of a prompt on the device: as it comes, as it is kept, and of the next
@@ -186,12 +193,16 @@ class Needs:
             for i in pinned
             if self._codes_there(i)
         )
-        host = 2 * len(pinned) * _power_of_two(layer // 2)
-        method = self.plan.method
-        if isinstance(method, Lsh):
-            heads, tokens = self._shape.num_kv_heads, min(prompt_tokens, LONGEST)
-            most = min(MOST_AHEAD, len(pinned))
-            host += most * bytes_ahead(method.index, heads, tokens)
+        block = _power_of_two(layer // 2)
+        host = 2 * len(pinned) * block
+        if isinstance(self.plan.method, Lsh):
+            # As much for all prompts that have the same blocks, which they have from each other.
+            tokens = block // (self._vectors // 2)
+            each = bytes_ahead(
+                self.plan.method.index, self._shape.num_kv_heads, min(tokens, LONGEST)
+            )
+            sizes = 1 if tokens <= LONGEST else 2  # full segments, and the rest
+            host += sizes * min(MOST_AHEAD + BUILT_AT_ONCE, len(pinned)) * each
         return Memory(host, max(0, device))
 
     def workspace(self) -> int:

@@ -7,7 +7,9 @@ for projections within rounding of zero.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import lru_cache
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,10 @@ from magicpig.attention.gpu import has_triton
 from magicpig.config import LSHConfig
 from magicpig.kv.courier import courier, current
 from magicpig.kv.layer import LayerKV
-from magicpig.kv.segments import LONGEST
+from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
 AT_MEAN = 1e-4  # nearer to the mean than this share of its norm, a key has no direction
 MAX_NORM = 1e18
-MOST_AHEAD = 8  # segments whose keys are hashed before the native core has time for them
 
 
 def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor) -> None:
@@ -53,8 +54,9 @@ class GrowingSegment:
 
     def hash_ahead(self, keys: Tensor) -> None:
         """Of all tokens, while the device has them; where the host has room for what it finds."""
-        if self.has_tables and _ahead.acquire(blocking=False):
-            self._ahead = _Ahead(keys, self.kv)
+        if self.has_tables:
+            with suppress(Empty):
+                self._ahead = _Ahead(keys, self.kv, _places.get_nowait())
 
     def finish_from(self, device: torch.device, keys: Tensor) -> None:
         """When all are there, whose keys these are: the far context gets them. For hash tables, the
@@ -62,22 +64,30 @@ class GrowingSegment:
         if not self.has_tables:
             return self._native.finish()
         ahead, self._ahead = self._ahead, None
-        self._native.finish(ahead.found if ahead else _found_by(device, keys, self.kv))
+        if ahead:
+            return self._native.finish(ahead.found)
+        with _hashing:  # it takes much of the device's memory
+            found = _found_by(device, keys, self.kv)
+        self._native.finish(found)
 
 
-_ahead = threading.BoundedSemaphore(MOST_AHEAD)
+_hashing = threading.Lock()
+_places: SimpleQueue[int] = SimpleQueue()  # which may be given back at any time, by collections too
+for _place in range(MOST_AHEAD):
+    _places.put(_place)
 
 
 class _Ahead:
-    """What a device has found of keys, on its way to the host. Made with `_ahead` acquired."""
+    """What a device has found of keys, on its way to the host, where it takes one of the places."""
 
-    def __init__(self, keys: Tensor, kv: LayerKV) -> None:
+    def __init__(self, keys: Tensor, kv: LayerKV, place: int) -> None:
         assert isinstance(kv.index, LSHConfig)
+        self._place, self._free = place, _places
         found = hash_keys(keys.to(kv.dtype), kv.index)
         self._found = [courier(keys.device).fetch(tensor) for tensor in found]
 
     def __del__(self) -> None:
-        _ahead.release()
+        self._free.put(self._place)
 
     @property
     def found(self) -> Any:

@@ -30,13 +30,11 @@ from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import together
-from magicpig.kv.segments import early_segment
+from magicpig.kv.segments import BUILT_AT_ONCE, early_segment
 from magicpig.kv.tray import Drawn, Tray, tray_for
 
 if TYPE_CHECKING:
     from magicpig.kv.device_scan import DeviceCodes
-
-BUILT_AT_ONCE = 3  # layers, of prompts that are being read
 
 
 class HybridLayer(NativeLayer):
@@ -95,9 +93,12 @@ class HybridLayer(NativeLayer):
 
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
         if self._early:
-            early, self._early = self._early, []
-            for job in early:
-                job.result()
+            early, self._early = list(self._early), []
+            try:
+                while early:
+                    early.pop(0).result()
+            finally:
+                early.clear()  # what they may raise holds this frame
             self._growing = None
             sinks = self.config.sinks
             self._append(keys[:, :sinks], values[:, :sinks])
@@ -154,8 +155,11 @@ def _build(
     tokens: the segment's, up to these, which begin at `place`. is_last: whether it is full then.
     before: what has to be done first.
     """
-    if before:
-        before.result()
+    try:
+        if before:
+            before.result()
+    finally:
+        before = None  # what it may raise holds this frame
     layer = known()
     if layer is None:
         return

@@ -26,7 +26,7 @@ from magicpig.kv.layer import LayerKV, read_tokens
 
 @cache
 def builder(process_id: int) -> ThreadPoolExecutor:
-    """The one thread that builds segments in this process; native threads do the work."""
+    """The one thread that builds segments of new tokens; native threads do the work."""
     return ThreadPoolExecutor(1, thread_name_prefix="magicpig-segments")
 
 
