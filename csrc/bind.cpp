@@ -11,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "bind_linear.h"
 #include "dispatch.h"
@@ -70,6 +71,7 @@ struct Growing {
   Growing(LayerKV& kv_, uint32_t num_tokens) : kv(kv_), segment(kv_.geometry(), num_tokens) {}
   LayerKV& kv;
   GrowingSegment segment;
+  std::mutex mutex;  // over the segment: one thread at a time
 };
 
 void add_part(Growing& growing, const Array& keys, const Array& values) {
@@ -78,6 +80,7 @@ void add_part(Growing& growing, const Array& keys, const Array& values) {
   const size_t count = keys.shape(1);
   if (values.shape(1) != count) refuse("values must have as many tokens as keys");
   nb::gil_scoped_release release;
+  const std::lock_guard lock(growing.mutex);
   growing.segment.add(key_view, value_view, count);
 }
 
@@ -85,6 +88,7 @@ void finish_growing(Growing& growing, const std::optional<Found>& found) {
   std::optional<Hashed> hashed;
   if (found) hashed = hashed_keys(growing.segment.geometry(), *found, growing.segment.num_tokens());
   nb::gil_scoped_release release;
+  const std::lock_guard lock(growing.mutex);
   growing.kv.adopt(growing.segment.finish(hashed ? &*hashed : nullptr));
 }
 
@@ -196,7 +200,7 @@ NB_MODULE(_native, m) {
           "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a, "lsh"_a.none(), "scan"_a.none(), "exact_below"_a)
       .def("append", &append, "keys"_a.noconvert(), "values"_a.noconvert())
       .def("fork", &LayerKV::fork)
-      .def("append_hashed", &append_hashed, "keys"_a.noconvert(), "values"_a.noconvert(), "found"_a,
+      .def("append_hashed", &append_hashed, "keys"_a.noconvert(), "values"_a.noconvert(), "found"_a.noconvert(),
            "Adds a segment whose keys were hashed elsewhere. found: means of the keys [num_kv_heads, head_dim]; of "
            "keys less those, one over their norms, or 0, [num_kv_heads, tokens], and signs of their projections "
            "[num_kv_heads, projections / 16, tokens], sixteen to a number.")
@@ -242,7 +246,7 @@ NB_MODULE(_native, m) {
   nb::class_<Growing>(m, "GrowingSegment", "Of a sequence, for tokens that come in parts.")
       .def(nb::init<LayerKV&, uint32_t>(), nb::keep_alive<1, 2>(), "kv"_a, "num_tokens"_a)
       .def("add", &add_part, "keys"_a.noconvert(), "values"_a.noconvert(), "The next tokens.")
-      .def("finish", &finish_growing, "found"_a = nb::none(),
+      .def("finish", &finish_growing, "found"_a.noconvert() = nb::none(),
            "Adds the segment to kv, when all tokens are there. found: as in LayerKV.append_hashed; None: found here, "
            "where it is needed.");
 

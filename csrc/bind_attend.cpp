@@ -22,7 +22,8 @@ namespace {
 template <class T>
 using Vector = nb::ndarray<nb::pytorch, T, nb::ndim<1>>;
 
-const Geometry& checked_batch(const std::vector<const LayerKV*>& batch, float scale, float softcap) {
+// A copy: without Python's lock the batch may be let go of.
+Geometry checked_batch(const std::vector<const LayerKV*>& batch, float scale, float softcap) {
   if (batch.empty()) refuse("kvs must not be empty");
   if (!(scale > 0 && scale <= kMaxScale)) refuse("scale must be above 0 and at most 100");
   if (!(softcap >= 0 && softcap <= 1e6f)) refuse("softcap must be from 0 to 1e6");
@@ -87,7 +88,7 @@ struct AtOnce {
 template <class Around>
 Attended attend_checked(const std::vector<const LayerKV*>& batch, Scoring scoring, bool exact,
                         const BatchArrays& arrays, Around&& around) {
-  const Geometry& geometry = checked_batch(batch, scoring.scale, scoring.softcap);
+  const Geometry geometry = checked_batch(batch, scoring.scale, scoring.softcap);
   const size_t size = batch.size(), heads = geometry.num_heads;
   const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
   if (!per_head(arrays.out) || arrays.out.shape(2) != geometry.head_dim || !per_head(arrays.lse) ||
@@ -102,9 +103,9 @@ Attended attend_checked(const std::vector<const LayerKV*>& batch, Scoring scorin
     refuse("drawn is for an index of codes, and not where all rows are read");
   const char* data = query_data(arrays.queries, size, geometry);
   const RowType type = type_of(arrays.queries, "queries");
-  nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
   const std::vector<std::vector<Run>> runs = runs_of_batch(batch, snapshots);
+  nb::gil_scoped_release release;
   const DrawnRows rows = arrays.drawn ? checked_rows(*arrays.drawn, runs, heads) : DrawnRows{};
   const bool use_drawn = around.begin() && arrays.drawn;
   const Timing timing = attend(
@@ -175,7 +176,7 @@ std::optional<std::pair<double, Attended>> serve(
 void attend_rows(const std::vector<const LayerKV*>& batch, const Array& queries, float scale, float softcap,
                  const In<int32_t, 3>& rows, const In<float, 3>& log_probability, const In<int32_t, 2>& counts,
                  const Out<float, 3>& out, const Out<float, 2>& lse) {
-  const Geometry& geometry = checked_batch(batch, scale, softcap);
+  const Geometry geometry = checked_batch(batch, scale, softcap);
   const size_t size = batch.size(), heads = geometry.num_heads;
   const auto per_head = [&](const auto& array) { return array.shape(0) == size && array.shape(1) == heads; };
   if (!per_head(out) || out.shape(2) != geometry.head_dim || !per_head(lse) || !per_head(rows) ||
@@ -188,10 +189,10 @@ void attend_rows(const std::vector<const LayerKV*>& batch, const Array& queries,
   const char* data = query_data(queries, size, geometry);
   const RowType type = type_of(queries, "queries");
   const Chosen chosen = {rows.data(), log_probability.data(), counts.data(), rows.shape(2)};
-  nb::gil_scoped_release release;
   std::vector<std::shared_ptr<const SegmentList>> snapshots;
-  attend_chosen(geometry, runs_of_batch(batch, snapshots), data, type, {scale, softcap}, chosen, out.data(),
-                lse.data());
+  const std::vector<std::vector<Run>> runs = runs_of_batch(batch, snapshots);
+  nb::gil_scoped_release release;
+  attend_chosen(geometry, runs, data, type, {scale, softcap}, chosen, out.data(), lse.data());
 }
 
 std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV& kv, const Array& queries,
@@ -218,7 +219,7 @@ std::vector<std::pair<Vector<int32_t>, Vector<float>>> sample_rows(const LayerKV
 void bind_attend(nb::module_& m) {
   m.def("attend", &attend_batch, "kvs"_a, "queries"_a.noconvert(), "scale"_a, "softcap"_a, "exact"_a,
         "out"_a.noconvert(), "lse"_a.noconvert(), "rows_read"_a.noconvert(), "visited"_a.noconvert(),
-        "predicted"_a.noconvert(), "signs"_a.noconvert() = nb::none(), "drawn"_a = nb::none(),
+        "predicted"_a.noconvert(), "signs"_a.noconvert() = nb::none(), "drawn"_a.noconvert() = nb::none(),
         "signs: of the queries' projections, where they are known already, sixteen to a number. drawn: ids in their "
         "segments and log probabilities of rows that were drawn elsewhere, and "
         "where each piece of 1,024 tokens has its own. Fills out, lse, "
@@ -230,7 +231,7 @@ void bind_attend(nb::module_& m) {
       "serve", &serve, "arrived"_a.noconvert(), "ticket"_a, "patience"_a, "answered"_a.noconvert(), "kvs"_a,
       "queries"_a.noconvert(), "scale"_a, "softcap"_a, "out"_a.noconvert(), "lse"_a.noconvert(),
       "rows_read"_a.noconvert(), "visited"_a.noconvert(), "predicted"_a.noconvert(), "signs"_a.noconvert() = nb::none(),
-      "drawn"_a = nb::none(), "totals"_a.noconvert() = nb::none(),
+      "drawn"_a.noconvert() = nb::none(), "totals"_a.noconvert() = nb::none(),
       "attend, of what another device asks: begins when arrived[0] is the ticket, and writes the ticket to answered[0] "
       "at the end. totals: rows that were drawn for each head; where one has more than there is room for, they are "
       "drawn here instead. Returns the seconds since then and what attend returns, or None where the ticket did not "

@@ -1,6 +1,7 @@
 #include "tables.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -49,7 +50,7 @@ Tables::Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_hea
   parallel_for(size_t{num_kv_heads} * lsh_->num_tables, [&](size_t i) {
     if (!valid(static_cast<uint32_t>(i / lsh_->num_tables), static_cast<uint32_t>(i % lsh_->num_tables))) all = false;
   });
-  if (!all) throw std::invalid_argument("tables name rows that are not there");
+  if (!all) throw std::invalid_argument("tables name rows that are not there, or one twice");
   for (uint32_t head = 0; head < num_kv_heads; ++head) find_keys_at_mean(head);
 }
 
@@ -57,13 +58,17 @@ bool Tables::valid(uint32_t kv_head, uint32_t table) const {
   const uint32_t buckets = lsh_->num_buckets();
   const uint32_t* starts = offsets(kv_head) + size_t{table} * (buckets + 1);
   const uint16_t* begin = ids(kv_head) + size_t{table} * num_tokens_;
-  uint16_t largest = 0;
-  for (uint32_t i = 0; i < num_tokens_; ++i) largest = std::max(largest, begin[i]);
+  // Each row once: drawing counts on it. Rows that are there are as many as ids, so all are, or one is named twice.
+  std::array<uint64_t, 65536 / 64> named{};
+  for (uint32_t i = 0; i < num_tokens_; ++i) named[begin[i] / 64] |= uint64_t{1} << begin[i] % 64;
+  uint32_t there = 0;
+  for (uint32_t i = 0; i < num_tokens_; ++i) there += named[i / 64] >> i % 64 & 1;
   return starts[0] == 0 && starts[buckets] == num_tokens_ && std::is_sorted(starts, starts + buckets + 1) &&
-         largest < num_tokens_;
+         there == num_tokens_;
 }
 
 void Tables::find_keys_at_mean(uint32_t kv_head) {
+  at_mean_[kv_head].clear();  // of a build that failed
   for (uint32_t i = 0; i < num_tokens_; ++i)
     if (inv_norms(kv_head)[i] == 0) at_mean_[kv_head].push_back(static_cast<uint16_t>(i));
 }
@@ -84,6 +89,7 @@ void Tables::build(const Kernels& kernels, const char* rows, const Hashed* hashe
   const bool taken = memory_.size() > 0;
   require_memory((taken ? 0 : num_kv_heads_ * head_bytes_) + bit_bytes);
   if (!taken) memory_ = Buffer(num_kv_heads_ * head_bytes_);
+  zero_gaps();
   Buffer bit_memory(bit_bytes);
   uint16_t* bits = reinterpret_cast<uint16_t*>(bit_memory.data());
   const uint32_t at_once = hashed ? num_kv_heads_ : 1;  // heads: there is room for bits of one
@@ -104,6 +110,15 @@ void Tables::build(const Kernels& kernels, const char* rows, const Hashed* hashe
     });
     sort_seconds_ += sorting.seconds();
   }
+}
+
+void Tables::zero_gaps() const {
+  const size_t ends[] = {lsh_->num_tables * sizeof(uint16_t) * num_tokens_,
+                         offsets_at_ + size_t{lsh_->num_tables} * (lsh_->num_buckets() + 1) * sizeof(uint32_t),
+                         norms_at_ + num_tokens_ * sizeof(float), mean_at_ + lsh_->dim * sizeof(float)};
+  const size_t next[] = {offsets_at_, norms_at_, mean_at_, head_bytes_};
+  for (uint32_t head = 0; head < num_kv_heads_; ++head)
+    for (size_t i = 0; i < 4; ++i) std::memset(memory_.data() + head * head_bytes_ + ends[i], 0, next[i] - ends[i]);
 }
 
 void Tables::take(const Hashed& hashed) const {

@@ -56,6 +56,7 @@ class Tables : public Index {
     std::vector<Bucket> buckets;
     size_t visited = 0;
   };
+  void zero_gaps() const;  // between what is in memory: it may go to files
   void take(const Hashed& hashed) const;
   void hash(const Kernels& kernels, const char* rows, uint32_t kv_head, uint16_t* bits) const;
   void find_keys_at_mean(uint32_t kv_head);

@@ -99,7 +99,26 @@ def test_what_is_found_of_keys_is_checked():
         spoiled[i][1, 7] = value
         with pytest.raises(ValueError, match="must be numbers"):
             kv._native.append_hashed(keys, values, tuple(spoiled))
+    for i, other in ((0, torch.float64), (1, torch.int32), (2, np.int64), (2, np.uint8)):
+        converted = [*found]
+        converted[i] = found[i].astype(other) if i == 2 else found[i].to(other)
+        with pytest.raises(TypeError, match="incompatible"):
+            kv._native.append_hashed(keys, values, tuple(converted))
     assert kv.num_tokens == 0
+
+
+def test_equal_keys_have_equal_tables():
+    """All of their memory, which goes to files; also what is between its parts."""
+    lsh = LSHConfig(3, 3, exact_below=0)
+    keys, values = torch.randn(2, 2, 101, 24)
+    memories = []
+    for _ in range(4):
+        kv = layer(lsh, [])
+        kv.append(keys, values)
+        memories.append(bytes(kv._native.segment_memory(0)[1]))
+        dirt = [np.full(size, 255, np.uint8) for size in range(1000, 9000, 100)]
+        del dirt
+    assert len(set(memories)) == 1
 
 
 def test_keys_at_their_mean_are_found_to_have_no_direction():
@@ -193,6 +212,29 @@ def test_growing_segments_take_what_fits_and_no_more():
     spoiled[1, 5, 3] = torch.nan
     with pytest.raises(ValueError, match="token 5 is NaN"):
         _native.GrowingSegment(kv._native, 100).add(spoiled, values)
+
+
+@pytest.mark.parametrize("tokens", [4000, 40_000])
+def test_growing_segments_take_tokens_of_one_thread_at_a_time(tokens):
+    part = 3 * tokens // 5  # two do not fit
+    keys = torch.zeros(1, part, 8)
+    for _ in range(20):
+        growing = _native.GrowingSegment(layer(None, [], (1, 1, 8))._native, tokens)
+        refused = []
+
+        def add(growing=growing, refused=refused):
+            try:
+                growing.add(keys, keys)
+            except ValueError as error:
+                refused.append(str(error))
+
+        threads = [threading.Thread(target=add) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(refused) == 2
+        assert all("no room" in each for each in refused)
 
 
 def pieces_of(kvs, samples, room=4000):

@@ -131,13 +131,15 @@ def test_tables_that_reach_outside_are_refused():
         aligned = [_aligned(array) for array in (rows, tables)]
         fresh.adopt(count, *aligned)
 
-    bad_ids, bad_starts = tables.copy(), tables.copy()
+    bad_ids, bad_starts, repeated = tables.copy(), tables.copy(), tables.copy()
     bad_ids[:2] = 255
+    repeated[:2] = repeated[2:4]  # drawing would count a row more often than there are tables
     starts_at = -(-LSH.num_tables * tokens * 2 // 64) * 64
     bad_starts[starts_at + 8 : starts_at + 12] = 255
     for name, arguments in {
         "name rows that are not there": (tokens, rows, bad_ids),
         "tables name rows": (tokens, rows, bad_starts),
+        "or one twice": (tokens, rows, repeated),
         "rows have the wrong size": (tokens - 1, rows, tables),
         "tables have the wrong size": (tokens, rows, tables[:-64]),
         "from 1 to 65,536 tokens": (0, rows, tables),
