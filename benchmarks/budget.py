@@ -59,6 +59,8 @@ def run(llm: LLM, context: int, new_tokens: int) -> dict[str, float]:
     if engine.runner.device.type == "cuda":
         found["allocated"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        found["libraries"] = total - free - torch.cuda.memory_reserved()  # other programs' too
     return found
 
 
@@ -92,8 +94,8 @@ def main() -> None:
     if "reserved" in found:
         print(
             f"GPU: {found['allocated'] / 1e9:.2f} GB allocated at the peak, "
-            f"{found['reserved'] / 1e9:.2f} GB reserved, and up to {LIBRARIES / 1e9:.1f} GB of "
-            f"CUDA's own; limit {args.gpu_memory}"
+            f"{found['reserved'] / 1e9:.2f} GB reserved, and {found['libraries'] / 1e9:.2f} GB of "
+            f"CUDA's own ({LIBRARIES / 1e9:.1f} are counted); limit {args.gpu_memory}"
         )
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))

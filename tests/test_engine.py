@@ -89,7 +89,7 @@ def test_bad_requests_are_refused_with_numbers():
         add([5] * 5000, greedy())
     with pytest.raises(ValueError, match="prompt token 300 is not from 0 to 299"):
         add([5, 300], greedy())
-    with pytest.raises(MemoryError, match=r"may need \d\.\d\d MB .* 6\.00 MB are there"):
+    with pytest.raises(MemoryError, match=r"may need \d+\.\d\d MB .* 6\.00 MB are there"):
         add([5] * 4000, greedy(n=60))
     with pytest.raises(ValueError, match=r"n must be at most 2 \(max_sequences\), not 3"):
         make_llm(max_sequences=2).engine.add([5], greedy(n=3))

@@ -70,6 +70,66 @@ def test_errors_hold_no_memory(monkeypatch, place):
     assert "fails" in [entry.name for entry in raised.traceback]
 
 
+def test_what_failed_is_gone_when_others_go_on(monkeypatch):
+    """A prompt that fails for want of memory leaves it to the step that follows."""
+    llm = make_llm()
+    good = llm.engine.add(PROMPTS[0], greedy())
+    llm.engine.step()
+    runner, held = llm.engine.runner, []
+    decode, forward = runner.decode, runner._forward
+
+    def fails(*arguments):
+        cache = arguments[2]
+        forward(*arguments)
+        raise MemoryError(f"no more for {len(cache.layers)} layers")
+
+    def counts(*arguments):
+        held.append(keys_and_values())
+        return decode(*arguments)
+
+    monkeypatch.setattr(runner, "decode", counts)
+    llm.engine.step()
+    llm.engine.add(PROMPTS[2], greedy())
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "prefill", lambda prefill: fails([[5]], [[0]], prefill.cache))
+        events = llm.engine.step()
+    assert [type(event.error) for event in events if event.error] == [MemoryError]
+    assert held[0] == held[1]
+    assert not good.sequences[0].finish
+
+
+def test_a_pass_that_fails_is_let_go_of(monkeypatch):
+    """Between a layer's cache and its attention, too, and without another pass."""
+    llm = make_llm()
+    llm.generate(PROMPTS[2], greedy(2))
+    before = keys_and_values()
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("magicpig.hf.tagged.TaggedLayer.receive", interrupt)
+    request = llm.engine.add(PROMPTS[2], greedy())
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    llm.engine.step()
+    del request
+    assert keys_and_values() == before
+
+
+def test_sequences_end_whatever_their_costs_say(monkeypatch):
+    """After a device has failed it may tell nothing any more."""
+    llm = make_llm()
+    requests = [llm.engine.add(prompt, greedy()) for prompt in PROMPTS[:2]]
+    for _ in range(4):
+        llm.engine.step()
+    monkeypatch.setattr(llm.engine.runner, "decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(SequenceKV, "cost", property(lambda _: 1 / 0))
+    events = llm.engine.step()
+    assert {event.request_id for event in events if event.error} == {r.id for r in requests}
+    assert not llm.engine.has_work
+    assert not llm.engine.scheduler._let_in
+
+
 def test_numbers_that_are_not_finite_fail_alone():
     llm = make_llm()
     expected = collect(llm, [llm.engine.add(PROMPTS[0], greedy())])

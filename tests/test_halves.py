@@ -148,6 +148,43 @@ def test_halves_where_the_cpu_has_more_to_do():
         assert runner._parts(kvs) == whole  # one of the halves cannot
 
 
+class Short(Recorded):
+    """Graphs, for whose next step a device has no memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def prepared(self, kvs):
+        return None if "drop" in self.done else self
+
+    def prepare(self, kvs, token_ids):
+        self.done.append("prepare")
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def let_go(self):
+        self.done.append("let go")
+
+    def drop(self):
+        self.done.append("drop")
+
+
+def test_steps_without_memory_for_graphs_are_run_without(on_device):
+    expected = [
+        g.completions[0].token_ids for g in llm_for("lsh:4:12", True).generate(PROMPTS, PARAMS)
+    ]
+    llm = llm_for("lsh:4:12", True)
+    llm.engine.runner.graphs = graphs = [Short(), Short()]
+    found = [g.completions[0].token_ids for g in llm.generate(PROMPTS, PARAMS)]
+    assert found == expected
+    assert [each.done for each in graphs] == [["prepare", "let go", "drop"], ["drop"]]
+    llm.engine.runner.graphs = graphs = [Short(), Short()]
+    graphs[0].prepare = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(PROMPTS, PARAMS)
+    assert set(graphs[0].done) == {"let go"}
+
+
 def steps(pace, count, whole, halved, share):
     """How so many steps are run, that take so long each way."""
     ways = []

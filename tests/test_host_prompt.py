@@ -192,6 +192,82 @@ def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
     assert len(added) == most  # those that had begun
 
 
+@pytest.fixture
+def fails_early(monkeypatch):
+    """Segments that cannot be finished: references to those that were begun."""
+    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 16)
+    monkeypatch.setattr(segments, "LONGEST", 64)
+    kept = []
+
+    def fails(self, *_):
+        kept.append(ref(self))
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(GrowingSegment, "finish_from", fails)
+    return kept
+
+
+def test_what_fails_is_told_before_the_whole_prompt_is_read(fails_early):
+    engine = llm_for("llama", "lsh:4:12", True).engine
+    engine.add([5] * 1000, PARAMS)
+    steps = 0
+    while engine.has_work:
+        events = engine.step()
+        steps += 1
+        time.sleep(0.01)
+    assert isinstance(events[0].error, MemoryError)
+    assert steps < 1000 // 16 / 2
+    assert fails_early
+
+
+def test_what_failed_is_let_go_of_at_once(fails_early):
+    """When it is aborted: nothing is left for a collection."""
+    engine = llm_for("llama", "lsh:4:12", True).engine
+    gc.collect()
+    gc.disable()
+    try:
+        request = engine.add([5] * 300, PARAMS)
+        for _ in range(5):
+            engine.step()
+        builder = hybrid_layer._builder(os.getpid())
+        for job in [builder.submit(time.sleep, 0.05) for _ in range(segments.BUILT_AT_ONCE)]:
+            job.result()
+        engine.abort(request.id)
+        engine.step()
+        assert fails_early
+        assert not [known() for known in fails_early if known()]
+        assert device_index._places.qsize() == segments.MOST_AHEAD
+    finally:
+        gc.enable()
+
+
+def test_keys_are_hashed_by_the_cpu_where_a_device_has_no_memory(monkeypatch):
+    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 64)
+
+    def read():
+        sequence = llm_for("llama", "lsh:4:12", True, 50).read([i % 90 + 3 for i in range(600)])
+        return sequence.layers[1].far
+
+    there, asked = read(), []
+
+    def no_memory(*_):
+        asked.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_index, "hash_keys", no_memory)
+    here = read()
+    assert asked
+    assert here.segment_sizes == there.segment_sizes
+    assert here.nbytes == there.nbytes
+    assert device_index._places.qsize() == segments.MOST_AHEAD
+    keys = torch.randn(2, 700, 16)
+    kv = here.fork()
+    device_index.append_from(torch.device("cpu"), kv, keys, keys)
+    assert kv.num_tokens == here.num_tokens + 700
+
+
 def test_what_fails_while_a_prompt_is_read_holds_nothing(monkeypatch):
     """Neither memory nor places for hashed keys."""
     monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)

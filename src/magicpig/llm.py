@@ -19,10 +19,8 @@ from magicpig.engine.params import SamplingParams
 from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Choice
 from magicpig.engine.scheduler import Scheduler
-from magicpig.engine.sequence import Event, Finish, Request, Usage
+from magicpig.engine.sequence import NO_USAGE, Event, Finish, Request, Usage
 from magicpig.hf.cache import full_attention_layers
-from magicpig.kv.base import SequenceBytes
-from magicpig.kv.cost import Cost
 from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel, load
 from magicpig.models.identity import identity
@@ -86,9 +84,9 @@ class LLM:
     max_sequences: completions that run at the same time; more wait.
     cpu_memory: bytes, or a text like 64GiB, for keys, values and indexes of all of them; None: most
         of what is free. Contexts that were read or loaded and are kept do not count, as they are
-        the caller's. memory_bytes: the same, in bytes.
+        the caller's; nor do they in gpu_memory. memory_bytes: the same, in bytes.
     gpu_memory: of a model on a GPU, all that it may use of it: weights, windows, dense layers, work
-        space; None: most of what is free.
+        space; None: most of what is free. It holds for all of a process: one model to a GPU.
     """
 
     def __init__(
@@ -144,10 +142,17 @@ class LLM:
         )
 
     def largest_batch(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Sequences with prompts of their own that fit into memory together, as far as is known
-        before they run; 0: not even one."""
-        budget = self.engine.scheduler.budget
-        return largest_batch(self.engine.runner.needs, budget, prompt_tokens, new_tokens)
+        """Sequences with prompts of their own that run together, by the memory that they may come
+        to need, and by max_sequences; 0: not even one."""
+        needs, scheduler = self.engine.runner.needs, self.engine.scheduler
+        if not 0 < prompt_tokens < self.max_length:
+            raise ValueError(
+                f"prompt_tokens must be from 1 to {self.max_length - 1}, as the model's context "
+                f"holds {self.max_length}, not {prompt_tokens}"
+            )
+        new_tokens = min(new_tokens, self.max_length - prompt_tokens)
+        fitting = largest_batch(needs, scheduler.budget, prompt_tokens, new_tokens)
+        return min(fitting, scheduler.max_sequences)
 
     def generate(
         self,
@@ -304,7 +309,7 @@ class _Collected:
         if self.error:
             raise self.error
         request = self.request
-        nothing = Completion("", [], Finish.ABORT, [], Usage(SequenceBytes(0, 0, 0), 1.0, Cost()))
+        nothing = Completion("", [], Finish.ABORT, [], NO_USAGE)
         completions = [
             Completion(text, s.token_ids, s.finish or Finish.ABORT, choices, s.usage)
             for text, s, choices in zip(self.texts, request.sequences, self.choices, strict=False)

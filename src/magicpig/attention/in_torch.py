@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -29,32 +31,47 @@ def attention_in_torch(
     if softcap is not None:
         return _by_scores(queries, keys, values, mask, scale, softcap)
     num_queries, tokens = queries.shape[2], keys.shape[2]
-    if mask is not None or num_queries in (1, tokens):
+    here = queries.device.type == "cpu"
+    if mask is not None and not here:  # most GPUs have no kernel for groups of heads and a mask
+        keys, values = _for_each_head(queries, keys, values)
+    if mask is not None or num_queries == 1 or (here and num_queries == tokens):
         causal = mask is None and num_queries > 1
         return scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
         )
-    if queries.device.type != "cpu":
-        if queries.dtype == torch.float32:  # for which torch writes scores out
+    if not here:
+        if not _has_flash(queries, keys, values):
             return _in_parts(queries, keys, values, scale)
-        mask = causal_lower_right(num_queries, tokens)  # which flash attention knows
-        return attention_in_torch(queries, keys, values, mask, scale)
+        bias: Any = causal_lower_right(num_queries, tokens)
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=bias, scale=scale, enable_gqa=True
+        )
     # What all queries see, then what they see of each other: no mask is ever written out.
     seen = tokens - num_queries
     batch, kv_heads = keys.shape[:2]
     folded = queries.reshape(batch, kv_heads, -1, queries.shape[-1])  # a group's heads end to end
     past, past_lse = _flash(folded, keys[:, :, :seen], values[:, :, :seen], False, scale)
-    group = queries.shape[1] // kv_heads
-    own, own_lse = _flash(
-        queries,
-        keys[:, :, seen:].repeat_interleave(group, 1),
-        values[:, :, seen:].repeat_interleave(group, 1),
-        True,
-        scale,
-    )
+    own_keys, own_values = _for_each_head(queries, keys[:, :, seen:], values[:, :, seen:])
+    own, own_lse = _flash(queries, own_keys, own_values, True, scale)
     shape = own.shape
     out, _ = merge(past.reshape(shape).float(), past_lse.reshape(shape[:-1]), own.float(), own_lse)
     return out.to(queries.dtype)
+
+
+def _for_each_head(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a group's heads, which share them."""
+    group = queries.shape[1] // keys.shape[1]
+    if group == 1:
+        return keys, values
+    return keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+
+
+def _has_flash(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether a GPU does without scores that are written out; not in float32, nor do older ones."""
+    if not queries.is_cuda:
+        return False
+    asked = SDPAParams(queries, keys, values, None, 0.0, False, True)
+    return can_use_flash_attention(asked)
 
 
 def _flash(
@@ -70,6 +87,7 @@ def _flash(
 def _in_parts(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Causal attention, some queries at a time."""
     num_queries, tokens = queries.shape[2], keys.shape[2]
+    keys, values = _for_each_head(queries, keys, values)
     outs = []
     for part in _parts(queries, tokens):
         mask = _causal(num_queries, tokens, queries.device, part)
@@ -101,8 +119,7 @@ def _by_scores(
 ) -> Tensor:
     """With bent scores, which torch's own attention does not know: some queries at a time."""
     num_queries, tokens = queries.shape[2], keys.shape[2]
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    keys, values = _for_each_head(queries, keys, values)
     lowest = torch.finfo(torch.float32).min  # not -inf: padding sees nothing, and must not be NaN
     outs = []
     for part in _parts(queries, tokens):

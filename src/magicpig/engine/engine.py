@@ -59,15 +59,18 @@ class Engine:
         self._check(prompt_ids, known)
         new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
         needs, length = self.runner.needs, len(prompt_ids)
+        needed = needs.of(length, new_tokens, params.n, known is not None)
         request = Request(
             next(self._ids),
             list(prompt_ids),
             params,
-            needs.of(length, new_tokens, params.n, known is not None),
+            needed,
             needs.reading(length),
             known,
             keep_prompt,
-            needs.beside(length, new_tokens),
+            beside=needs.beside(length, new_tokens),
+            windows=needs.windows(length, new_tokens),
+            pinned=needed.host if needs.pins else 0,
         )
         self.scheduler.add(request)
         self._requests[request.id] = request
@@ -114,6 +117,7 @@ class Engine:
         try:
             with self.runner.threads():
                 events += self._read_part()
+                _empty_frames(events)  # what failed may have the memory that the others need
                 events += self._decode()
         except BaseException:  # an interrupt: what there is to tell, the next step tells
             self._late = events + self._late

@@ -25,6 +25,7 @@ from magicpig.attention.exchange_on_gpu import write_stamp
 from magicpig.config import draws_on_gpus
 from magicpig.engine.recorded import Attention, attention_of
 from magicpig.hf.tagged import DecodeLayer, begin_pass
+from magicpig.kv.courier import own_stream
 from magicpig.kv.device_scan import DeviceScan
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.sequence import SequenceKV
@@ -40,7 +41,11 @@ class StepGraphs:
     """A step of so many sequences, whose layers are like those of the given ones."""
 
     def __init__(
-        self, model: PreTrainedModel, kvs: Sequence[SequenceKV], stream: torch.cuda.Stream
+        self,
+        model: PreTrainedModel,
+        kvs: Sequence[SequenceKV],
+        stream: torch.cuda.Stream,
+        pool: Any,
     ) -> None:
         device, self.batch = model.device, len(kvs)
         self._stretches: list[tuple[torch.cuda.CUDAGraph, list[Attention]]] = []
@@ -53,7 +58,7 @@ class StepGraphs:
         self.tokens = (
             ROOMIER * max(kv.num_tokens for kv in kvs) // 8 + 1024
         )  # that there is room for
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._sent = torch.zeros(2, self.batch, 1, dtype=torch.int64, pin_memory=True)
         self._ids = torch.zeros(2, self.batch, 1, dtype=torch.int64, device=device)
         lines = len(kvs[0].layers), 4 + 3 * self.batch
@@ -84,6 +89,7 @@ class StepGraphs:
                 self._logits: Tensor = out.logits[:, -1].contiguous()
                 self._close()
             except BaseException:
+                begin_pass()
                 if self._recording is not None:
                     with suppress(RuntimeError):  # the first error tells
                         self._end()
@@ -91,9 +97,8 @@ class StepGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
-        self._recording = graph
+        self._recording = torch.cuda.CUDAGraph()
+        self._recording.capture_begin(self._pool, capture_error_mode="thread_local")
         write_stamp(self.stamps(None))
 
     def _end(self) -> torch.cuda.CUDAGraph:
@@ -194,7 +199,8 @@ class Graphs:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._stream: Any = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._stream = own_stream(model.device)
+        self._pool: Any = None  # of memory for all, as one runs at a time
         self._seen: dict[object, int] = {}
         self._kept: dict[object, StepGraphs] = {}
         self._possible = True
@@ -206,6 +212,11 @@ class Graphs:
             self._seen[key] += 1
             return False
         return self._possible and all(kv.kinds == kvs[0].kinds for kv in kvs)
+
+    def drop(self) -> None:
+        """All of them, for the memory that they take; they are recorded anew after a while."""
+        self._seen.update(dict.fromkeys(self._kept, -STEPS_WITHOUT))
+        self._kept.clear()
 
     @torch.inference_mode()
     def prepared(self, kvs: Sequence[SequenceKV]) -> StepGraphs | None:
@@ -223,10 +234,12 @@ class Graphs:
         kept = None
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]
+        if not self._kept:  # torch does not go back to a pool that was in use before
+            self._pool = torch.cuda.graph_pool_handle()
         gc.collect()  # what is freed while graphs are recorded may break them
         torch.cuda.empty_cache()  # which is not done meanwhile, however little there is
         try:
-            self._kept[key] = StepGraphs(self.model, kvs, self._stream)
+            self._kept[key] = StepGraphs(self.model, kvs, self._stream, self._pool)
         except Exception as error:
             if "out of memory" in str(error):  # of the GPU, or of the host's that can be pinned
                 self._seen[key] = -STEPS_WITHOUT

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from magicpig import trace
+from magicpig.kv.courier import own_stream
 
 Work = Callable[[], Tensor]
 
@@ -27,20 +28,22 @@ class Halves:
         self.device = device
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = own_stream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="magicpig-half")
 
     def run(self, one: Work, other: Work) -> Tensor:
         """Results [sequences, ...] of both halves' work, end to end."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        second = self._thread.submit(self._second, other)
+        second: Future[Tensor] | None = None
         try:
+            second = self._thread.submit(self._second, other)
             with trace.span("half", number=0):
                 first = one()
         finally:
             try:
-                _outlast(second)  # whatever became of this half, that one ends before we go on
+                if second is not None:
+                    _outlast(second)  # whatever became of this half, that one ends before we go on
             finally:
                 if self._stream is not None:
                     torch.cuda.current_stream(self.device).wait_stream(self._stream)

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -25,7 +26,7 @@ from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
 from magicpig.config import IndexConfig, WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import bytes_ahead
+from magicpig.kv.device_index import bytes_ahead, bytes_hashing
 from magicpig.kv.seats import ROOM
 from magicpig.kv.segments import (
     BUILT_AT_ONCE,
@@ -36,12 +37,15 @@ from magicpig.kv.segments import (
     pieces,
 )
 
-SHARE = 0.9  # of the memory that is free, for keys, values and indexes
+SHARE = 0.9  # of the host's memory that is free, for keys, values and indexes
+DEVICE_SHARE = 0.93  # of what a device has for them; the rest is between what it gives out
 AT_HAND = 3  # layers' worth of a prompt on the device: as it comes, as it is kept, and of the next
 FINISHED_AT_ONCE = 3  # layers of a prompt in host memory, made far
 FINISHED = 2  # layers' worth of memory that it takes to make one far, on the device
-HASHED = 12_000  # bytes of a key on the device while it is hashed and sorted
 LIBRARIES = 600_000_000  # bytes that CUDA and its libraries take of a GPU
+# Bytes of work space for matrix products, of two halves and of what is recorded of each, and of
+# what graphs have for themselves.
+RECORDED = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -94,23 +98,17 @@ class Needs:
     part_tokens: int
 
     def of(self, prompt_tokens: int, new_tokens: int, n: int = 1, known: bool = False) -> Memory:
-        """Of n completions of a prompt, till they end; they share its far context, until it is
-        merged or grows.
+        """Of the far contexts of n completions of a prompt, till they end; they share it, until it
+        is merged or grows.
 
         known: whether it goes on from tokens that were read before, some of which may be near.
         """
-        total, tokens = Memory(), prompt_tokens + n * new_tokens
-        moved = self._moved(new_tokens, known)
+        total, moved = Memory(), self._moved(new_tokens, known)
         held: dict[Method, tuple[int, int]] = {}
-        for i, layer in enumerate(DynamicCache(config=self.config).layers):
-            window = self.window.sinks + self.window.local + 2 * self.window.block
-            if type(layer) is DynamicSlidingWindowLayer:
-                kept = self._room(layer.sliding_window + self.window.block)
-                total += self._near(n * min(tokens + ROOM, kept) * self._vectors)
+        for i, layer in enumerate(self._layers):
             if not _is_full(layer):
                 continue
             method = self.plan.of(i)
-            total += self._near(n * min(tokens + ROOM, self._room(window)) * self._vectors)
             if method not in held:
                 held[method] = self._far(method, prompt_tokens, moved, n)
             rows, index = held[method]
@@ -120,15 +118,31 @@ class Needs:
                 total += Memory(0, rows + index)
             else:
                 total += Memory(rows + index, index if self._codes_there(i) else 0)
-        if isinstance(self.plan.method, KvStream) and self._elsewhere:
+        if self.pins:
             total += Memory(0, n * (prompt_tokens + new_tokens) * self._vectors)  # layer by layer
         return total
+
+    def windows(self, prompt_tokens: int, new_tokens: int) -> Memory:
+        """Of a sequence's windows. Those of a batch lie side by side, each as long as the longest.
+
+        They grow by steps, here as on devices.
+        """
+        total, tokens = 0, prompt_tokens + new_tokens
+        for layer in self._layers:
+            if type(layer) is DynamicSlidingWindowLayer:
+                most = layer.sliding_window + self.window.block
+            elif _is_full(layer):
+                most = self.window.sinks + self.window.local + 2 * self.window.block
+            else:
+                continue
+            total += (3 * min(tokens, most) // 2 + ROOM) * self._vectors
+        return self._near(total)
 
     def beside(self, prompt_tokens: int, new_tokens: int) -> Memory:
         """Of a sequence among others, which most methods in torch want side by side: each takes as
         much as the longest, beside its own far context."""
         total, moved = 0, self._moved(new_tokens, True)
-        for i, layer in enumerate(DynamicCache(config=self.config).layers):
+        for i, layer in enumerate(self._layers):
             method = self.plan.of(i)
             where_they_are = self._elsewhere and isinstance(method, WholeMethod)
             if _is_full(layer) and not where_they_are and not self._in_segments(method):
@@ -139,10 +153,6 @@ class Needs:
         """New tokens that may leave the window. When the last one is chosen none need be moved."""
         return max(0, new_tokens - 2 + (self.window.block - 1 if known else 0))
 
-    def _room(self, tokens: int) -> int:
-        """Of a window that comes to have so many tokens: on a device they grow by steps."""
-        return 3 * tokens // 2 + ROOM if self._elsewhere else tokens
-
     def _far(self, method: Method, prompt: int, moved: int, n: int) -> tuple[int, int]:
         """Bytes of rows and of indexes of far contexts in one layer.
 
@@ -150,11 +160,13 @@ class Needs:
         """
         far, shape = max(0, prompt - self.window.sinks - self.window.local), self._shape
         block = self.window.block
+        if far < block:  # it stays in the window, till a block has gathered there
+            far, moved = 0, far + moved
         if not self._in_segments(method):  # but in tensors, copied when they grow
             copies, far = (n, far + moved) if moved >= 2 * block else (1, far)
             tokens = math.ceil(method.kept_share * far)
             rows = tokens * self._vectors
-            if isinstance(method, KvStream) and self._elsewhere:
+            if self.pins and isinstance(method, KvStream):
                 rows = 2 * _power_of_two(rows // 2)
             return copies * rows, copies * method.index_bytes(shape, tokens)
         index: IndexConfig | None = getattr(method, "index", None)
@@ -176,11 +188,11 @@ class Needs:
 
     def reading(self, prompt_tokens: int) -> Memory:
         """Beside that, while the prompt is read, and then made far: some of its layers are there
-        twice.
+        twice; and while a layer that the device keeps grows, of which there is a copy then.
 
         Pinned memory for a prompt is kept for the next one.
         """
-        layers = [i for i, x in enumerate(DynamicCache(config=self.config).layers) if _is_full(x)]
+        layers = [i for i, layer in enumerate(self._layers) if _is_full(layer)]
         layer = prompt_tokens * self._vectors
         if not self._elsewhere:
             return Memory(min(1, len(layers)) * layer)
@@ -189,10 +201,11 @@ class Needs:
             return Memory(0, FINISHED * layer)
         device = AT_HAND * layer  # dense layers are copied when they are made far: no more at once
         device -= sum(  # which come with the first step
-            self.plan.of(i).index_bytes(self._shape, prompt_tokens)
+            self._far(self.plan.of(i), prompt_tokens, 0, 1)[1]
             for i in pinned
             if self._codes_there(i)
         )
+        device = max(device, layer if len(pinned) < len(layers) else 0)
         block = _power_of_two(layer // 2)
         host = 2 * len(pinned) * block
         if isinstance(self.plan.method, Lsh):
@@ -206,17 +219,32 @@ class Needs:
         return Memory(host, max(0, device))
 
     def workspace(self) -> int:
-        """Of the device, for a part of a prompt on its way through a layer, and for hashing it."""
+        """Of the device, for a part of a prompt on its way through a layer, for hashing it, and for
+        steps that are recorded."""
         text = self.config.get_text_config(decoder=True)
         intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         widths = 8 * text.hidden_size + 3 * intermediate
-        hashed = HASHED * LONGEST if isinstance(self.plan.method, Lsh) else 0
-        return int(self.part_tokens * widths * self.dtype.itemsize) + hashed
+        hashing = 0
+        if isinstance(self.plan.method, Lsh):
+            shape = self._shape
+            each = bytes_hashing(self.plan.method.index, shape.num_kv_heads, shape.head_dim)
+            longest = getattr(text, "max_position_embeddings", None) or LONGEST
+            hashing = each * min(LONGEST, longest)
+        return int(self.part_tokens * widths * self.dtype.itemsize) + hashing + RECORDED
+
+    @property
+    def pins(self) -> bool:
+        """Whether far contexts are in pinned memory."""
+        return self._elsewhere and isinstance(self.plan.method, KvStream)
 
     def _codes_there(self, layer: int) -> bool:
         """Whether codes of far contexts are on the device too."""
         method = self.plan.of(layer)
         return self._elsewhere and isinstance(method, Scan) and draws_on_gpus(method.index)
+
+    @property
+    def _layers(self) -> list[Any]:
+        return list(DynamicCache(config=self.config).layers)
 
     @property
     def _elsewhere(self) -> bool:
@@ -252,7 +280,7 @@ def there_is(
     """What requests may use together.
 
     weights: bytes of the model on the device. host, device: limits; None: most of what is free.
-    ValueError when a device's limit leaves nothing.
+    ValueError when a device's limit, or what it has, leaves nothing.
     """
     for_host = (
         int(_native.available_memory() * SHARE) if host is None else parse_bytes("cpu_memory", host)
@@ -261,32 +289,38 @@ def there_is(
         if device is not None:
             raise ValueError("gpu_memory limits a GPU; the model is on the CPU: leave it out")
         return Memory(for_host)
-    if device is None:
-        torch.cuda.set_per_process_memory_fraction(1.0, needs.device)  # another may have set it
-        free, _ = torch.cuda.mem_get_info(needs.device)
-        return Memory(for_host, int(free * SHARE) - needs.workspace())
-    limit = parse_bytes("gpu_memory", device)
+    limit = 2**63 - 1 if device is None else parse_bytes("gpu_memory", device)
+    _usable(needs, weights, limit, "gpu_memory is")
+    torch.cuda.set_per_process_memory_fraction(1.0, needs.device)  # another may have set it
+    free, total = torch.cuda.mem_get_info(needs.device)
+    most = free + torch.cuda.memory_reserved(needs.device) + LIBRARIES
+    if limit < most:
+        share = min(1.0, (limit - LIBRARIES) / total)
+        torch.cuda.set_per_process_memory_fraction(share, needs.device)
+    return Memory(for_host, _usable(needs, weights, min(limit, most), "the GPU has"))
+
+
+def _usable(needs: Needs, weights: int, limit: int, words: str) -> int:
     left = usable(needs, weights, limit)
     if not left:
         parts = weights, needs.workspace(), LIBRARIES
         raise ValueError(
-            f"gpu_memory is {size(limit)}, and {size(sum(parts))} are needed before the first "
+            f"{words} {size(limit)}, and {size(sum(parts))} are needed before the first "
             f"sequence: {size(parts[0])} for weights, {size(parts[1])} for work space, "
             f"{size(parts[2])} for CUDA"
         )
-    total = torch.cuda.get_device_properties(needs.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - LIBRARIES) / total), needs.device)
-    return Memory(for_host, left)
+    return left
 
 
 def usable(needs: Needs, weights: int, limit: int) -> int:
     """Bytes that a device's limit leaves to requests."""
-    return max(0, int((limit - LIBRARIES - weights - needs.workspace()) * SHARE))
+    return max(0, int((limit - LIBRARIES - weights - needs.workspace()) * DEVICE_SHARE))
 
 
 def largest_batch(needs: Needs, there: Memory, prompt_tokens: int, new_tokens: int) -> int:
     """Sequences with prompts of their own that fit at the same time; 0: not even one."""
-    one, reading = needs.of(prompt_tokens, new_tokens), needs.reading(prompt_tokens)
+    one = needs.of(prompt_tokens, new_tokens) + needs.windows(prompt_tokens, new_tokens)
+    reading = needs.reading(prompt_tokens)
     each = one + needs.beside(prompt_tokens, new_tokens)
     left = there.host - reading.host, there.device - reading.device
     kinds = [kind for kind in zip(left, (each.host, each.device), strict=True) if kind[1]]

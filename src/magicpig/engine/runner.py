@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import time
@@ -37,14 +38,14 @@ from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer
 from magicpig.hf.tagged import DecodeLayer, begin_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
-from magicpig.kv.courier import current
+from magicpig.kv.courier import current, here, turns
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.sequence import SequenceKV, step
 from magicpig.models.quiet import without_collections
 from magicpig.nn import pack
 
 if TYPE_CHECKING:
-    from magicpig.engine.graphs import Graphs
+    from magicpig.engine.graphs import Graphs, StepGraphs
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
@@ -105,6 +106,22 @@ def _link(layers: Sequence[Any]) -> None:
     on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
     for layer, following in itertools.pairwise(on_host):
         layer.following = following
+
+
+def _prepare(
+    graphs: Sequence[StepGraphs], kvs: list[SequenceKV], token_ids: list[int], parts: list[slice]
+) -> bool:
+    """The parts of a batch for their graphs; False where the GPU has no memory for it."""
+    try:
+        for each, part in zip(graphs, parts, strict=True):
+            each.prepare(kvs[part], token_ids[part])
+    except BaseException as error:
+        for each in graphs:
+            each.let_go()
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        return False
+    return True
 
 
 class Runner:
@@ -227,9 +244,10 @@ class Runner:
 
     def finish(self, prefill: Prefill) -> SequenceKV:
         """The prompt as a sequence; few layers at a time, since they are there twice meanwhile."""
+        where = here(self.device)
 
         def finished(layer: Any) -> Any:
-            with self._there(), torch.inference_mode():
+            with self._there(), where(), torch.inference_mode():
                 return layer.to_sequence() if isinstance(layer, BatchLayer) else layer
 
         if not (self.prompts_on_host and self.plan.method.on_host):
@@ -265,27 +283,30 @@ class Runner:
                 each.prepared(kvs[part]) for each, part in zip(self.graphs, parts, strict=False)
             ]
             recorded = [each for each in graphs if each is not None]
-            if len(recorded) < len(parts):
-                # All or none: what is new to the GPU may have to wait for a graph that runs.
+            # All or none: what is new to the GPU may have to wait for a graph that runs.
+            if len(recorded) < len(parts) or not _prepare(recorded, kvs, token_ids, parts):
+                if len(recorded) == len(parts):
+                    graphs, recorded = [], []
+                    self._drop_graphs()
                 return self._run(
                     [partial(self._decode, kvs[part], token_ids[part]) for part in parts]
                 )
-            try:
-                for each, part in zip(recorded, parts, strict=True):
-                    each.prepare(kvs[part], token_ids[part])
-            except BaseException:
-                for each in recorded:
-                    each.let_go()
-                raise
-            # Threads that serve graphs are to free none of the GPU's memory, which may wait.
             start = time.perf_counter()
-            with without_collections():
+            # Threads that serve graphs are to free none of the GPU's memory, which may wait.
+            with without_collections(), turns(self.device):
                 logits = self._run([each.run for each in recorded])
             took = time.perf_counter() - start
             self._pace(kvs).took(took, recorded[0].cpu_share)
             for kv in kvs:
                 kv.num_tokens += 1
             return logits
+
+    def _drop_graphs(self) -> None:
+        """For the memory that they take."""
+        for each in self.graphs:
+            each.drop()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _run(self, works: Sequence[Callable[[], Tensor]]) -> Tensor:
         return self.halves.run(*works) if self.halves and len(works) > 1 else works[0]()
@@ -331,11 +352,15 @@ class Runner:
     ) -> Tensor:
         """Logits [batch, vocab] after the last token of each row."""
         begin_pass()
-        out = self.model(
-            input_ids=torch.tensor(token_ids, device=self.device),
-            position_ids=torch.tensor(positions, device=self.device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        try:
+            out = self.model(
+                input_ids=torch.tensor(token_ids, device=self.device),
+                position_ids=torch.tensor(positions, device=self.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        except BaseException:
+            begin_pass()
+            raise
         return out.logits[:, -1]  # type: ignore[no-any-return]

@@ -25,6 +25,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._let_in: dict[int, Request] = {}
         self._pinned: set[int] = set()  # bytes of prompts, by size
+        self._pinned_before = 0  # of far contexts that are gone
 
     def add(self, request: Request) -> None:
         memory = _together([request]) + request.reading
@@ -64,9 +65,11 @@ class Scheduler:
     def _pin(self, nbytes: int, needed: int) -> None:
         """Prompts are in pinned memory, which torch keeps for others that take as much of it; it is
         given back where there is no room for it beside what those need who were let in."""
-        if self._pinned - {nbytes} and needed + sum(self._pinned | {nbytes}) > self.budget.host:
+        others = sum(self._pinned - {nbytes}) + self._pinned_before
+        if others and needed + nbytes + others > self.budget.host:
             give_back_pinned()
             self._pinned.clear()
+            self._pinned_before = 0
         self._pinned.add(nbytes)
 
     def start(self, request: Request) -> None:
@@ -75,7 +78,7 @@ class Scheduler:
 
     def drop(self, request: Request) -> None:
         """The request needs nothing any more."""
-        self._let_in.pop(request.id, None)
+        self._let_go(request)
         if request in self.waiting:
             self.waiting.remove(request)
         self.sweep()
@@ -85,12 +88,17 @@ class Scheduler:
         self.running = [s for s in self.running if s.finish is None]
         for request in list(self._let_in.values()):
             if request.sequences and all(s.finish for s in request.sequences):
-                del self._let_in[request.id]
+                self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        if self._let_in.pop(request.id, None):
+            self._pinned_before += request.pinned
 
 
 def _together(requests: list[Request]) -> Memory:
     """What requests need at the same time, when their prompts are read."""
     needed = sum((request.needed for request in requests), Memory())
     count = sum(request.params.n for request in requests)
+    windows = reduce(Memory.most, (request.windows for request in requests))
     beside = reduce(Memory.most, (request.beside for request in requests))
-    return needed + beside * count if count > 1 else needed
+    return needed + windows * count + (beside * count if count > 1 else Memory())

@@ -47,7 +47,8 @@ class Request:
     """A prompt and what is wanted of it.
 
     needed: the memory it may come to need. reading: beside that, while its prompt is read.
-    beside: for each sequence of a batch that it is in; see Needs.
+    beside, windows: for each sequence of a batch that it is in; see Needs. pinned: bytes of
+    `needed` that are pinned, which are kept for others when it ends.
     known: keys and values of the prompt's first tokens, read before.
     keep_prompt: whether `prompt` is to hold the prompt's keys and values once it is read.
     """
@@ -60,6 +61,8 @@ class Request:
     known: SequenceKV | None = None
     keep_prompt: bool = False
     beside: Memory = field(default_factory=Memory)
+    windows: Memory = field(default_factory=Memory)
+    pinned: int = 0
     prompt: SequenceKV | None = None
     sequences: list[Sequence] = field(default_factory=list)
     # By time.perf_counter: reading the prompt began, it was done, the last completion ended.
@@ -83,6 +86,9 @@ class Usage:
     nbytes: SequenceBytes
     share_read: float
     cost: Cost
+
+
+NO_USAGE = Usage(SequenceBytes(0, 0, 0), 1.0, Cost())
 
 
 class Sequence:
@@ -118,11 +124,17 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return self._usage or Usage(self.kv.nbytes, self.kv.share_read, self.kv.cost)
+        return self._usage or _usage_of(self.kv)
 
     def end(self, finish: Finish) -> None:
         """Lets the keys and values go."""
-        self._usage = self.usage
-        self._kv = None
         self.finish = finish
         self.request.ended = time.perf_counter()
+        kv, self._kv, self._usage = self.kv, None, NO_USAGE
+        if finish is not Finish.ERROR:  # after which a device may have no answers
+            self._usage = _usage_of(kv)
+        kv.end()
+
+
+def _usage_of(kv: SequenceKV) -> Usage:
+    return Usage(kv.nbytes, kv.share_read, kv.cost)

@@ -77,7 +77,11 @@ class TaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def begin_pass() -> None:
-    """Before a forward pass: whatever became of the last one, nothing is expected from it."""
+    """Before a forward pass, and after one that failed, of which it lets go: nothing is expected
+    from what was before."""
+    layer: TaggedLayer | None = getattr(_expecting, "layer", None)
+    if layer is not None:
+        layer._given = None
     _expecting.layer = None
 
 

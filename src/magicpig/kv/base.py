@@ -83,6 +83,9 @@ class SequenceLayer(ABC):
     def empty(self) -> Self:
         """A layer like this one, without tokens."""
 
+    def end(self) -> None:  # noqa: B027
+        """The sequence has ended: nothing is to be kept for its next step, of others neither."""
+
     @classmethod
     @abstractmethod
     def step(

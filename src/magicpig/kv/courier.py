@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ class Courier:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def stream_number(self) -> int:
+        return self._stream.cuda_stream if self._stream else 0
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
@@ -82,3 +88,27 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 @lru_cache(maxsize=16)
 def courier(device: torch.device) -> Courier:
     return Courier(device)
+
+
+def here(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """For threads that work for this one: their work comes behind what it has asked for."""
+    if device.type != "cuda":
+        return nullcontext
+    return partial(torch.cuda.stream, torch.cuda.current_stream(device))
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A new one, which work `beside` and couriers do not have: torch gives few out by turns."""
+    taken = {_beside(device).cuda_stream, courier(device).stream_number}
+    while True:
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if stream.cuda_stream not in taken:
+            return stream
+
+
+@lru_cache(maxsize=16)
+def turns(device: torch.device) -> threading.Lock:
+    """Held while the device waits for the CPU, as it does in recorded steps, and by other threads
+    while they ask it for memory or for kernels that may be new to it: these may wait for all that
+    it does, with locks that the CPU needs to go on."""
+    return threading.Lock()

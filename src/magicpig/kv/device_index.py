@@ -6,7 +6,6 @@ for projections within rounding of zero.
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from functools import lru_cache
 from queue import Empty, SimpleQueue
@@ -19,7 +18,7 @@ from torch import Tensor
 from magicpig import _native, reference
 from magicpig.attention.gpu import has_triton
 from magicpig.config import LSHConfig
-from magicpig.kv.courier import courier, current
+from magicpig.kv.courier import courier, current, turns
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
@@ -35,7 +34,11 @@ def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor)
         if not isinstance(kv.index, LSHConfig) or own.shape[1] < kv.index.shortest_indexed:
             kv.append(_on_host(own), values_here)
             continue
-        kv._native.append_hashed(_on_host(own), values_here, _found_by(device, own, kv))
+        found = _found_by(device, own, kv)
+        if found is None:
+            kv.append(_on_host(own), values_here)
+        else:
+            kv._native.append_hashed(_on_host(own), values_here, found)
 
 
 class GrowingSegment:
@@ -55,8 +58,8 @@ class GrowingSegment:
     def hash_ahead(self, keys: Tensor) -> None:
         """Of all tokens, while the device has them; where the host has room for what it finds."""
         if self.has_tables:
-            with suppress(Empty):
-                self._ahead = _Ahead(keys, self.kv, _places.get_nowait())
+            with suppress(Empty, torch.OutOfMemoryError):
+                self._ahead = _Ahead(keys, self.kv)
 
     def finish_from(self, device: torch.device, keys: Tensor) -> None:
         """When all are there, whose keys these are: the far context gets them. For hash tables, the
@@ -64,30 +67,30 @@ class GrowingSegment:
         if not self.has_tables:
             return self._native.finish()
         ahead, self._ahead = self._ahead, None
-        if ahead:
-            return self._native.finish(ahead.found)
-        with _hashing:  # it takes much of the device's memory
-            found = _found_by(device, keys, self.kv)
-        self._native.finish(found)
+        self._native.finish(ahead.found if ahead else _found_by(device, keys, self.kv))
 
 
-_hashing = threading.Lock()
 _places: SimpleQueue[int] = SimpleQueue()  # which may be given back at any time, by collections too
 for _place in range(MOST_AHEAD):
     _places.put(_place)
 
 
 class _Ahead:
-    """What a device has found of keys, on its way to the host, where it takes one of the places."""
+    """What a device has found of keys, on its way to the host, where it takes one of the places;
+    queue.Empty where there is none."""
 
-    def __init__(self, keys: Tensor, kv: LayerKV, place: int) -> None:
+    _place: int | None = None
+
+    def __init__(self, keys: Tensor, kv: LayerKV) -> None:
         assert isinstance(kv.index, LSHConfig)
-        self._place, self._free = place, _places
+        self._free = _places
+        self._place = self._free.get_nowait()
         found = hash_keys(keys.to(kv.dtype), kv.index)
         self._found = [courier(keys.device).fetch(tensor) for tensor in found]
 
     def __del__(self) -> None:
-        self._free.put(self._place)
+        if self._place is not None:
+            self._free.put(self._place)
 
     @property
     def found(self) -> Any:
@@ -97,11 +100,13 @@ class _Ahead:
 
 
 def _found_by(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
-    """What the native core wants to know of keys."""
+    """What the native core wants to know of keys; None where the device has no memory to find it
+    out: the native core can too."""
     assert isinstance(kv.index, LSHConfig)
-    with current(device):
+    with suppress(torch.OutOfMemoryError), turns(device), current(device):
         found = hash_keys(keys.to(device, non_blocking=True).to(kv.dtype), kv.index)
         return _for_native(*map(_on_host, found))
+    return None
 
 
 def _for_native(means: Tensor, inv_norms: Tensor, signs: Tensor) -> Any:
@@ -112,6 +117,13 @@ def bytes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> int:
     """Of the host's memory, for what is found of keys of so many tokens, in powers of two."""
     each = 4 * num_kv_heads * tokens, 2 * num_kv_heads * words_of(lsh) * tokens
     return sum(1 << (size - 1).bit_length() for size in each)
+
+
+def bytes_hashing(lsh: LSHConfig, num_kv_heads: int, head_dim: int) -> int:
+    """Of the device's memory for each token: what is found, and one head's keys in float32 and
+    float64; once ahead, and once beside that, with the keys."""
+    each = num_kv_heads * (2 * words_of(lsh) + 4) + 16 * head_dim
+    return 2 * each + num_kv_heads * head_dim * 2
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -128,20 +140,24 @@ def hash_keys(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Of keys [num_kv_heads, tokens, head_dim]: their means [num_kv_heads, head_dim]; and of keys
     less those, one over their norms [num_kv_heads, tokens], and signs of their projections, int16
     [num_kv_heads, projections / 16, tokens], a bit for each."""
-    means, inv_norms, signs = zip(*(_hash_head(head, lsh) for head in keys), strict=True)
-    return torch.stack(means), torch.stack(inv_norms), torch.stack(signs)
+    heads, tokens, dim = keys.shape
+    means = torch.empty(heads, dim, device=keys.device)
+    inv_norms = torch.empty(heads, tokens, device=keys.device)
+    signs = torch.empty(heads, words_of(lsh), tokens, dtype=torch.int16, device=keys.device)
+    for head, *found in zip(keys, means, inv_norms, signs, strict=True):
+        _hash_head(head, lsh, *found)
+    return means, inv_norms, signs
 
 
-def _hash_head(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _hash_head(keys: Tensor, lsh: LSHConfig, mean: Tensor, inv_norms: Tensor, out: Tensor) -> None:
     wide = keys.float()
-    mean = wide.double().mean(0).float()
+    mean.copy_(wide.double().mean(0))
     centred = wide - mean
     norms = centred.norm(dim=-1)
     has_direction = norms > (AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
+    inv_norms.copy_(torch.where(has_direction, 1 / norms, 0.0))
     centred = torch.where(has_direction[:, None], centred, 0.0)
-    directions = directions_of(lsh, keys.shape[1], keys.device)
-    signs = hashed(centred, directions, columns_of(lsh))
-    return mean, torch.where(has_direction, 1 / norms, 0.0), signs
+    hashed(centred, directions_of(lsh, keys.shape[1], keys.device), columns_of(lsh), out)
 
 
 @lru_cache(maxsize=8)

@@ -42,9 +42,9 @@ class HybridLayer(NativeLayer):
 
     window: DeviceWindow  # type: ignore[assignment]
     _codes: DeviceCodes | None = None
-    _early: Sequence[Future[None]] = ()
     _growing: GrowingSegment | None = None
-    num_early = 0  # tokens that were made far early, or will be
+    num_early = 0  # tokens of the prompt that were made far early, or will be
+    _early: Sequence[Future[None]] = ()  # what makes them so, and has not ended as far as is known
 
     @property
     def codes_there(self) -> DeviceCodes:
@@ -60,10 +60,11 @@ class HybridLayer(NativeLayer):
 
     def build_early(self, prompt: HostPrompt, expected: int) -> None:
         """Begins to make tokens far of a prompt that is being read, those that have come.
-        `extend`, with all tokens, waits for it.
+        `extend`, with all tokens, waits for it. What went wrong before is told.
 
         expected: tokens that the prompt will have.
         """
+        self._hear(wait=False)
         sinks, far = self.config.sinks, expected - self.config.sinks - self.config.local
         there = min(prompt.num_tokens - sinks, far)
         while self.num_early < there:
@@ -91,15 +92,20 @@ class HybridLayer(NativeLayer):
             self._early = [*self._early, _builder(os.getpid()).submit(work)]
             self.num_early = end
 
+    def _hear(self, wait: bool) -> None:
+        """Of what was begun early, and has ended by now: raises what went wrong. wait: of all."""
+        jobs, self._early = list(self._early), ()
+        try:
+            while jobs and (wait or jobs[0].done()):
+                jobs.pop(0).result()
+            self._early = jobs
+        finally:
+            jobs = []  # what they may raise holds this frame
+
     def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
-        if self._early:
-            early, self._early = list(self._early), []
-            try:
-                while early:
-                    early.pop(0).result()
-            finally:
-                early.clear()  # what they may raise holds this frame
-            self._growing = None
+        if self.num_early:
+            self._hear(wait=True)
+            self.num_early, self._growing = 0, None
             sinks = self.config.sinks
             self._append(keys[:, :sinks], values[:, :sinks])
             rest = slice(sinks + self.far.num_tokens, None)
@@ -155,22 +161,23 @@ def _build(
     tokens: the segment's, up to these, which begin at `place`. is_last: whether it is full then.
     before: what has to be done first.
     """
+    layer = None
     try:
         if before:
             before.result()
+        layer = known()
+        if layer is None:
+            return
+        keys, values, copies = tokens
+        for errand in copies:
+            errand.before_host()
+        device, count = layer.shape.device, keys.shape[1] - place
+        with torch.inference_mode(), beside(device), trace.span("segment", tokens=count):
+            growing.add(keys[:, place:], values[:, place:])
+            if is_last:
+                growing.finish_from(device, keys)
     finally:
-        before = None  # what it may raise holds this frame
-    layer = known()
-    if layer is None:
-        return
-    keys, values, copies = tokens
-    for errand in copies:
-        errand.before_host()
-    device, count = layer.shape.device, keys.shape[1] - place
-    with torch.inference_mode(), beside(device), trace.span("segment", tokens=count):
-        growing.add(keys[:, place:], values[:, place:])
-        if is_last:
-            growing.finish_from(device, keys)
+        layer = before = None  # what may be raised holds this frame, and they what is raised
 
 
 def _attend_near(

@@ -70,12 +70,12 @@ class Seats:
             return
         grown = list(self.keys.shape)
         grown[2] = _capacity(grown[2] + max(ROOM, grown[2] // 2))
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros(grown)
+        before = self.keys, self.values
+        keys, values = (old.new_zeros(grown) for old in before)  # there may be no memory for both
+        for old, new in zip(before, (keys, values), strict=True):
             new[:, :, : old.shape[2]] = old
-            setattr(self, name, new)
             _used_here(old)
+        self.keys, self.values = keys, values
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """A token [batch, num_kv_heads, head_dim] of each."""

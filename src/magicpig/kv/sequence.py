@@ -67,6 +67,11 @@ class SequenceKV:
         for layer in self.attention_layers:
             layer.settle()
 
+    def end(self) -> None:
+        """No step comes after this; see SequenceLayer.end."""
+        for layer in self.attention_layers:
+            layer.end()
+
     def fork(self) -> SequenceKV:
         """A sequence that shares all far contexts and has windows of its own."""
         layers = [

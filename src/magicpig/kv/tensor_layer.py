@@ -166,6 +166,9 @@ class TensorLayer(SequenceLayer, Sitter):
     def empty(self) -> TensorLayer:
         return TensorLayer(self.method, self.shape, self.config, self.layer)
 
+    def end(self) -> None:
+        self.seats.far = None  # a batch that does not come again
+
     @property
     def nbytes(self) -> SequenceBytes:
         keys, _ = self.seats.window(self.seat)

@@ -38,7 +38,7 @@ class BatchMemory:
         )
         self._context, self._gpu_memory = context, gpu_memory
         self._weights = model.parameters * model.itemsize
-        self._one = self._needs.of(context, NEW_TOKENS)
+        self._one = self._needs.of(context, NEW_TOKENS) + self._needs.windows(context, NEW_TOKENS)
         self._reading = self._needs.reading(context)
 
     def of(self, batch: int) -> tuple[float, float]:
