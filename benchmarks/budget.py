@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from arguments import a_device, a_method, a_model, argument, new_file, positive
 from machine import hardware
 from rich.console import Console
 from rich.progress import Progress
-from throughput import Bench, argument, new_file, positive
+from throughput import Bench
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -68,11 +69,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama-3.1-8b", help="its geometry")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
+    )
+    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
     context = argument(partial(one_length, "the context"))
     parser.add_argument("--context", type=context, default="96k")
-    parser.add_argument("--method", default="scan:2:1%")
+    parser.add_argument("--method", type=argument(a_method), default="scan:2:1%")
     parser.add_argument("--gpu-memory", help="of a GPU, like 24GiB")
     parser.add_argument("--cpu-memory", help="like 64GB")
     parser.add_argument(
@@ -84,7 +87,12 @@ def main() -> None:
     words = Tokenizer(WordLevel({f" {i}": i for i in range(bench.model.config.vocab_size)}, " 0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     model = LoadedModel(bench.model, tokenizer, args.model, Path())
-    llm = LLM(model, method=args.method, gpu_memory=args.gpu_memory, cpu_memory=args.cpu_memory)
+    try:
+        llm = LLM(model, method=args.method, gpu_memory=args.gpu_memory, cpu_memory=args.cpu_memory)
+    except ValueError as error:
+        parser.error(str(error))
+    if not llm.largest_batch(args.context, args.new_tokens):
+        raise SystemExit("not one sequence fits: take a shorter --context, or more memory")
     found = run(llm, args.context, args.new_tokens)
     print(f"{hardware()}; {args.model}, {args.method}, {args.context:,} tokens")
     print(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+from dataclasses import asdict
 from pathlib import Path
+
+from throughput_report import read
 
 from magicpig.planning.costs import Load, Machine, System, systems
 from magicpig.planning.geometry import ModelGeometry, geometry_of
@@ -41,22 +43,25 @@ def main() -> None:
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--cpu", default="Xeon-16-cores")
     args = parser.parse_args()
-    machine = Machine(named(args.gpu, GPUS, "--gpu"), named(args.cpu, CPUS, "--cpu"))
-    model = geometry_of(args.model)
+    points = [asdict(point) for path in args.measured for point in read(path)]
+    try:
+        machine = Machine(named(args.gpu, GPUS, "--gpu"), named(args.cpu, CPUS, "--cpu"))
+        model = geometry_of(args.model)
+    except ValueError as error:
+        parser.error(str(error))
     print("| system | context | batch | measured ms | plan ms | error |")
     print("|---|---:|---:|---:|---:|---:|")
     errors: dict[str, list[float]] = {}
-    for path in args.measured:
-        for point in json.loads(path.read_text()):
-            if not point["ms_per_step"]:
-                continue
-            plan, measured = planned(model, machine, point), point["ms_per_step"]
-            error = plan / measured - 1
-            errors.setdefault(point["system"], []).append(error)
-            print(
-                f"| {point['system']} | {point['context']:,} | {point['batch']} | "
-                f"{measured:.1f} | {plan:.1f} | {error:+.0%} |"
-            )
+    for point in points:
+        if not point["ms_per_step"]:
+            continue
+        plan, measured = planned(model, machine, point), point["ms_per_step"]
+        error = plan / measured - 1
+        errors.setdefault(point["system"], []).append(error)
+        print(
+            f"| {point['system']} | {point['context']:,} | {point['batch']} | "
+            f"{measured:.1f} | {plan:.1f} | {error:+.0%} |"
+        )
     print()
     for system, own in errors.items():
         size = sum(map(abs, own)) / len(own)

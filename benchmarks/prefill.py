@@ -18,10 +18,11 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
+from arguments import a_device, a_method, a_model, argument, new_file, positive
 from machine import hardware
 from rich.console import Console
 from rich.progress import track
-from throughput import Bench, argument, new_file, positive
+from throughput import Bench
 
 import magicpig
 from magicpig.cli.inputs import length_list
@@ -84,10 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama-3.1-8b", help="its geometry")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
+    )
+    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
     parser.add_argument("--prompts", type=argument(length_list), default="32k,96k")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--systems", type=argument(a_method), nargs="+", default=list(SYSTEMS))
     parser.add_argument("--rounds", type=argument(positive), default=2)
     parser.add_argument("--json", type=argument(new_file))
     args = parser.parse_args()

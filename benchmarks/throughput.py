@@ -32,6 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import (
+    a_budget,
+    a_device,
+    a_method,
+    a_model,
+    argument,
+    new_file,
+    positive,
+    some_seconds,
+)
 from machine import cpu_time, hardware
 from rich.console import Console
 from rich.progress import track
@@ -40,6 +50,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import magicpig
 from magicpig import WindowConfig, _native, trace
+from magicpig.attention.gpu import give_back_pinned
 from magicpig.attention.plan import make_plan
 from magicpig.cli.inputs import length_list
 from magicpig.config import draws_on_gpus
@@ -53,7 +64,6 @@ from magicpig.engine.memory import (
     there_is,
 )
 from magicpig.engine.runner import Runner
-from magicpig.files import check_file
 from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.base import LayerShape
 from magicpig.kv.native_layer import NativeLayer
@@ -258,57 +268,32 @@ def let_go(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        names = ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache"))
-        known = [getattr(where, name) for where, name in names if hasattr(where, name)]
-        known[0]()  # torch has one or the other
-
-
-def argument(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For argparse, which tells a ValueError's text to nobody."""
-
-    def converted(text: str) -> Any:
-        try:
-            return convert(text)
-        except (ValueError, OSError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return converted
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError(f"must be a whole number from 1, not {text!r}")
-    return int(text)
-
-
-def new_file(text: str) -> Path:
-    """Where results can be written."""
-    check_file(Path(text), "results")
-    return Path(text)
-
-
-def budget(text: str) -> str:
-    if text != "none":
-        parse_bytes("a budget", text)
-    return text
+        give_back_pinned()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama-3.1-8b", help="its geometry")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
+    )
+    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
     parser.add_argument("--contexts", type=argument(length_list), help="(16k,32k,96k)")
     parser.add_argument(
-        "--budgets", type=argument(budget), nargs="+", help="(24GiB 40GiB 48GiB none; CPU: none)"
+        "--budgets", type=argument(a_budget), nargs="+", help="(24GiB 40GiB 48GiB none; CPU: none)"
     )
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--systems", type=argument(a_method), nargs="+", default=list(SYSTEMS))
     parser.add_argument("--batches", type=argument(positive), nargs="+", help="(1 2 4 8 16 32)")
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="of steps of each batch, or more"
+        "--seconds",
+        type=argument(some_seconds),
+        default=1.0,
+        help="of steps of each batch, or more",
     )
-    parser.add_argument("--stop-after", type=float, help="seconds, after which nothing is begun")
+    parser.add_argument(
+        "--stop-after", type=argument(some_seconds), help="seconds, after which nothing is begun"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="96k, 24GiB (CPU: none), batches 1 and 4"
     )

@@ -3,7 +3,8 @@
     python benchmarks/throughput_report.py docs/throughput-h200.json [NEWER.json ...]
 
 takes points of newer runs into the first file, in place of those of the same system, context and
-batch, and writes the plot beside it and the tables of docs/performance.md anew.
+batch, and writes the plot beside it anew; so it does the tables of docs/performance.md, if the file
+is the one that they are of, or those of another --page.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pages import rewrite
 
 from magicpig.files import write_whole
 
-PAGE = Path(__file__).parent.parent / "docs/performance.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {DOCS / "throughput-h200.json": DOCS / "performance.md"}  # whose tables are of which file
 BUDGETS = ["24GiB", "40GiB", "48GiB", "none"]
 
 
@@ -134,11 +136,11 @@ def merged(old: list[Point], new: list[Point]) -> list[Point]:
     """New points in the places of old ones; what fits into budgets that were not asked for is
     known from those."""
     places = {(p.system, p.context, p.batch): p for p in old}
+    asked = {budget for point in new for budget in point.fits}
     for point in new:
         key = point.system, point.context, point.batch
-        known = places[key].fits if key in places else []
-        fits = [*known, *(budget for budget in point.fits if budget not in known)]
-        places[key] = replace(point, fits=fits)
+        known = {*places[key].fits} - asked if key in places else set()
+        places[key] = replace(point, fits=sorted({*point.fits} | known, key=_place))
     systems = list(dict.fromkeys(p.system for p in places.values()))
     contexts = list(dict.fromkeys(p.context for p in places.values()))
     return sorted(
@@ -146,8 +148,19 @@ def merged(old: list[Point], new: list[Point]) -> list[Point]:
     )
 
 
+def _place(budget: str) -> tuple[int, str]:
+    return BUDGETS.index(budget) if budget in BUDGETS else -1, budget
+
+
 def read(path: Path) -> list[Point]:
-    return [Point(**point) for point in json.loads(path.read_text())]
+    """Ends the program where it is no such file."""
+    try:
+        points = [Point(**point) for point in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise SystemExit(f"{path} is not what throughput.py writes: {error}") from None
+    if not points:
+        raise SystemExit(f"{path} has no points")
+    return points
 
 
 def main() -> None:
@@ -156,6 +169,7 @@ def main() -> None:
     )
     parser.add_argument("kept", type=Path)
     parser.add_argument("newer", type=Path, nargs="*")
+    parser.add_argument("--page", type=Path, help="whose tables are written anew")
     args = parser.parse_args()
     points = read(args.kept)
     for path in args.newer:
@@ -166,7 +180,9 @@ def main() -> None:
     def batches(context: str) -> str:
         return table([p for p in points if p.context == int(context) and p.batch])
 
-    rewrite(PAGE, {"best": lambda _: best_table(points, BUDGETS), "batches": batches})
+    page = args.page or PAGES.get(args.kept.resolve())
+    if page:
+        rewrite(page, {"best": lambda _: best_table(points, BUDGETS), "batches": batches})
 
 
 if __name__ == "__main__":

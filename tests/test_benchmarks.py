@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -32,6 +33,12 @@ def script(monkeypatch):
         ("throughput", "--contexts 1x", "a length must be a number of tokens"),
         ("throughput", "--batches 1 0", "--batches: must be a whole number from 1, not '0'"),
         ("throughput", "--batches -1", "--batches: must be a whole number from 1, not '-1'"),
+        ("throughput", "--seconds nan", "--seconds: must be a number of seconds from 0"),
+        ("throughput", "--stop-after -1", "--stop-after: must be a number of seconds from 0"),
+        ("throughput", "--systems full nope", "--systems: method must be one of full, lsh,"),
+        ("throughput", "--model no/such", "--model: --model 'no/such' is neither here"),
+        ("prefill", "--device tpu", "--device: must be cpu or cuda, not 'tpu'"),
+        ("budget", "--method nope", "--method: method must be one of full, lsh,"),
         ("throughput", "--json no/a.json", "--json: the folder 'no' for results does not exist"),
         ("throughput", "--plot /proc/a.png", "--plot: '/proc/a.png' for results cannot be written"),
         ("prefill", "--rounds 0", "--rounds: must be a whole number from 1, not '0'"),
@@ -48,6 +55,71 @@ def test_bad_arguments_are_refused_at_once(script, capsys, name, arguments, mess
     said = capsys.readouterr()
     assert said.out == ""
     assert message in said.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["throughput", "prefill", "budget"])
+def test_without_a_gpu_it_is_said(script, capsys, name):
+    with pytest.raises(SystemExit):
+        script(name, "--device", "cuda")
+    assert "torch sees no GPU here: --device cpu does without" in capsys.readouterr().err
+
+
+def test_limits_that_nothing_fits_into(script, capsys, model):
+    given = "--model", model, "--context", "1k", "--cpu-memory"
+    with pytest.raises(SystemExit, match="not one sequence fits"):
+        script("budget", *given, "1MB")
+    with pytest.raises(SystemExit):
+        script("budget", *given, "much")
+    assert "cpu_memory must be a number and a unit" in capsys.readouterr().err
+
+
+def point(system, batch, fits, tokens_per_second):
+    return {
+        "system": system, "context": 1024, "batch": batch, "fits": fits, "ms_per_step": 1.0,
+        "tokens_per_second": tokens_per_second,
+    }  # fmt: skip
+
+
+def test_newer_points_take_the_places_of_older_ones(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = importlib.import_module("throughput_report")
+    before = report.PAGES[report.DOCS / "throughput-h200.json"].read_text()
+    old = [point("full", 1, ["24GiB", "48GiB"], 5.0), point("full", 2, ["24GiB", "none"], 9.0)]
+    new = [point("full", 2, ["40GiB", "none"], 8.0), point("full", 4, ["24GiB", "none"], 7.0)]
+    for name, points in (("old", old), ("new", new)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(points))
+    page = tmp_path / "page.md"
+    page.write_text("Tables:\n<!-- best all -->\n<!-- end -->\n")
+    files = [str(tmp_path / f"{name}.json") for name in ("old", "new")]
+    monkeypatch.setattr(sys, "argv", ["throughput_report.py", *files])
+    report.main()
+    found = json.loads((tmp_path / "old.json").read_text())
+    assert [p["fits"] for p in found] == [["24GiB", "48GiB"], ["40GiB", "none"], ["24GiB", "none"]]
+    assert "|" not in page.read_text()
+    monkeypatch.setattr(sys, "argv", ["throughput_report.py", files[0], "--page", str(page)])
+    report.main()
+    assert "| 1,024 | 40GiB | 8.0 (2) |" in page.read_text()
+    assert report.PAGES[report.DOCS / "throughput-h200.json"].read_text() == before
+    for text in ("{}", "[]", '[{"batch": 1}]', "no"):
+        (tmp_path / "old.json").write_text(text)
+        with pytest.raises(SystemExit, match=r"old\.json (is not what|has no points)"):
+            report.main()
+
+
+def test_plans_are_compared_with_measurements(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("plan_error")
+    monkeypatch.setattr(
+        sys, "argv", ["plan_error.py", str(BENCHMARKS.parent / "docs/throughput-h200.json")]
+    )
+    script.main()
+    assert "scan:2:1%: mean" in capsys.readouterr().out
+    for arguments in (["no.json"], ["--gpu", "none"]):
+        monkeypatch.setattr(sys, "argv", ["plan_error.py", str(tmp_path / "a.json"), *arguments])
+        with pytest.raises(SystemExit):
+            script.main()
+    assert not capsys.readouterr().out
 
 
 def test_on_a_cpu_all_rows_are_in_its_memory(script, model, tmp_path, capsys):

@@ -15,10 +15,10 @@ from magicpig.config import ScanConfig, WindowConfig
 from magicpig.planning import costs, here
 from magicpig.planning.costs import Load, Machine, systems
 from magicpig.planning.geometry import KNOWN, geometry_of
-from magicpig.planning.machines import CPUS, GIB, GPUS, named
+from magicpig.planning.machines import CPUS, GIB, GPUS, any_gpu, named
 from magicpig.planning.plan import best_of, choices
 
-L20 = Machine(named("L20", GPUS, "--gpu"), replace(named("8563", CPUS, "--cpu"), stream=300e9))
+L20 = Machine(named("L20", GPUS, "--gpu"), replace(named("8563C", CPUS, "--cpu"), stream=300e9))
 LLAMA = geometry_of("llama-3.1-8b")
 
 
@@ -150,6 +150,72 @@ def test_the_default_model_on_two_cores_is_met():
         assert planned == pytest.approx(measured, rel=0.25), (name, batch)
 
 
+def saved(folder, kind, **fields):
+    AutoConfig.for_model(kind, **fields).save_pretrained(folder)
+    return geometry_of(str(folder))
+
+
+def test_sliding_layers_take_time_too(tmp_path):
+    sizes = {"num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 4096}
+    found = saved(tmp_path, "gemma2", sliding_window=4096, **sizes)
+    assert (found.layers, found.spans) == (6, (4096,) * 6)
+    without = replace(found, spans=())
+    for machine in (L20, Machine(None, L20.cpu)):
+        for context in (2048, 32768):
+            slow, fast = (
+                {s.name: s for s in systems(m, machine, Load(context))} for m in (found, without)
+            )
+            for name, system in slow.items():
+                more = system.step(1).seconds - fast[name].step(1).seconds
+                read = found.kv_bytes(min(context, 4096), 6)
+                assert more > read / (machine.gpu.bandwidth if machine.gpu else machine.cpu.stream)
+
+
+def test_experts_that_nobody_asks_are_not_read(tmp_path):
+    sizes = {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+    found = saved(tmp_path, "mixtral", **sizes)
+    assert found.expert_share == 0.25
+    assert 0.8 * found.parameters < found.expert_parameters < found.parameters
+    rest = found.parameters_read - found.expert_parameters
+    assert found.parameters_used == rest + found.expert_parameters / 4
+    assert found.weights_read(1) == 2 * found.parameters_used
+    assert 2 * found.parameters_used < found.weights_read(4) < found.weights_read(64)
+    assert found.weights_read(64) == pytest.approx(2 * found.parameters_read)
+    assert LLAMA.weights_read(1) == LLAMA.weights_read(9) == 2 * LLAMA.parameters_read
+
+
+def test_what_a_plan_does_not_know_is_said(tmp_path):
+    assert not LLAMA.notes
+    for field in ({"quantization_config": {"quant_method": "gptq"}}, {"dtype": "float32"}):
+        saved(tmp_path, "llama", num_hidden_layers=2, **field)
+        assert "this plan counts two bytes for each" in run("--model", str(tmp_path)).stdout
+
+
+def test_names_of_machines_are_whole_words():
+    for name, full in (
+        ("4090", "RTX-4090"),
+        ("a6000", "RTX-A6000"),
+        ("l40", "L40"),
+        ("H20", "H20"),
+    ):
+        assert named(name, GPUS, "--gpu").name == full
+    assert any_gpu("L20", 24 * GIB, None).memory == 24 * GIB
+    made = any_gpu("abacus", 24 * GIB, 500e9)
+    assert (made.name, made.memory, made.bandwidth) == ("abacus", 24 * GIB, 500e9)
+    shown = run("--gpu", "abacus", "--gpu-memory", "30GiB", "--gpu-bandwidth", "500GB/s").stdout
+    assert "abacus: 30.0 GiB, 500 GB/s" in shown
+
+
+def test_few_cores_do_not_get_all_of_a_memory():
+    cpu = L20.cpu
+    assert cpu.with_cores(52) == cpu
+    few = cpu.with_cores(2)
+    assert (few.cores, few.stream) == (2, 40e9)
+    assert few.gather / few.stream == pytest.approx(cpu.gather / cpu.stream)
+    dense = [by_name(Machine(L20.gpu, c), Load(98304))["cpu-dense"] for c in (cpu, few)]
+    assert dense[0].tokens_per_second > 5 * dense[1].tokens_per_second
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("24GiB", 24 * 2**30), ("1.5tb", 1.5e12), ("7b", 7.0), ("64 MiB", 2**26)],
@@ -176,8 +242,9 @@ def test_the_table_marks_the_best():
     result = run("--gpu-memory", "24GiB", "--cpu-memory", "256GiB")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    [gpu_only] = [line for line in lines if "gpu-only" in line]
-    assert "does not fit" in gpu_only
+    [gpu_only] = [line for line in lines if line.strip().startswith("gpu-only")]
+    assert "does not fit: GPU memory" in gpu_only
+    assert "gpu-only is --method full" in result.stdout
     [best] = [line for line in lines if line.startswith("*  ")]
     assert "scan:2:1%" in best
 
@@ -189,6 +256,8 @@ def test_json_has_all():
     assert (report["gpu"]["name"], report["cpu"]["cores"]) == ("RTX-4090", 8)
     assert len(report["systems"]) == 7
     assert all(row["largest_batch"] <= 4 for row in report["systems"])
+    assert report["largest_looked_at"] == 4
+    assert report["systems"][0]["method"] == "full"
     assert report["best"] in [row["system"] for row in report["systems"]]
 
 
@@ -216,6 +285,19 @@ def test_any_folder_is_a_model(tmp_path):
     ("arguments", "message"),
     [
         (["--gpu", "abacus"], "--gpu 'abacus' is not known: A10,"),
+        (["--gpu", "L4S"], "--gpu-memory and --gpu-bandwidth describe others"),
+        (["--gpu", "H2"], "--gpu 'H2' is not known"),
+        (["--gpu", "abacus", "--gpu-memory", "1GB"], "--gpu 'abacus' is not known"),
+        (["--here", "--cpu", "EPYC-9354"], "leave --cpu out, or --here"),
+        (["--gpu-bandwidth", "fast"], "--gpu-bandwidth must be a number and a unit, like 864GB/s"),
+        (["--model", "bert"], "which does not continue text"),
+        (["--model", "sinks"], "does not know learned sinks"),
+        (["--model", "latent"], "kept as latents"),
+        (["--model", "uneven"], "32 heads cannot share 7 KV heads evenly"),
+        (
+            ["--model", "smollm2-ruler-32k"],
+            "`magicpig pull smollm2-ruler-32k --adapter PATH` makes",
+        ),
         (["--gpu", "A100"], "could be more than one: A100-40GB, A100-80GB"),
         (["--cpu", "6502"], "--cpu '6502' is not known"),
         (["--context", "long"], "a length must be a number of tokens"),
@@ -223,7 +305,7 @@ def test_any_folder_is_a_model(tmp_path):
         (["--model", "no/such/model"], "is neither here nor on the hub"),
         (["--cpu-bandwidth", "fast"], "--cpu-bandwidth must be a number and a unit"),
         (["--cpu-bandwidth", "300"], "like 300GB/s, not '300'"),
-        (["--gpu", "A10", "--gpu-memory", "80GiB"], "more than the A10 has, 24.0 GiB"),
+        (["--gpu", "A10", "--gpu-memory", "80GiB"], "more than the A10 has, 24.0 GiB: take"),
         (["--lsh-share", "2"], "--lsh-share must be above 0"),
         (["--gpu", "none", "--gpu-memory", "24GiB"], "--gpu-memory limits a GPU"),
         (["--cpu-memory", "9" * 400], "--cpu-memory must be a number and a unit"),
@@ -238,6 +320,10 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path, arguments, message):
     window = {"sliding_window": 64, "num_hidden_layers": 2}
     AutoConfig.for_model("mistral", **window).save_pretrained("all-sliding")
     AutoConfig.for_model("mamba", num_hidden_layers=2).save_pretrained("mamba")
+    AutoConfig.for_model("bert", architectures=["BertForMaskedLM"]).save_pretrained("bert")
+    AutoConfig.for_model("gpt_oss", num_hidden_layers=2).save_pretrained("sinks")
+    AutoConfig.for_model("deepseek_v3", num_hidden_layers=2).save_pretrained("latent")
+    AutoConfig.for_model("llama", num_key_value_heads=7).save_pretrained("uneven")
     result = run(*arguments)
     assert result.exit_code == 1
     assert message in result.stderr
@@ -246,6 +332,9 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path, arguments, message):
 def test_known_machines_are_listed():
     shown = run("--list").stdout
     assert all(one.name in shown for one in [*GPUS, *CPUS])
+    listed = json.loads(run("--list", "--json").stdout)
+    assert [gpu["name"] for gpu in listed["gpus"]] == [gpu.name for gpu in GPUS]
+    assert [cpu["name"] for cpu in listed["cpus"]] == [cpu.name for cpu in CPUS]
 
 
 def test_this_machine_is_measured(monkeypatch):
@@ -256,5 +345,13 @@ def test_this_machine_is_measured(monkeypatch):
     assert 0 < cpu.entry_seconds < 1e-6
     assert 0 < cpu.row_seconds < 1e-5
     assert cpu.macs > 1e8
-    report = json.loads(run("--here", "--json").stdout)
+    result = run("--here", "--json", "--model", "llama-2-7b", "--context", "4k")
+    report = json.loads(result.stdout)
     assert report["cpu"]["name"] == "here"
+    gpu = here.this_gpu()
+    assert (report["gpu"] is None) is (gpu is None)
+    assert ("there is no GPU here" in result.stderr) is (gpu is None)
+    asked = json.loads(run("--here", "--json", "--gpu", "L20").stdout)
+    assert asked["gpu"]["name"] == "L20"
+    if gpu is None:
+        assert "there is none here" in run("--here", "--gpu-memory", "8GiB").stderr

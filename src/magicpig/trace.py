@@ -107,9 +107,11 @@ class Trace:
                     if done:
                         self._add(done, GPU, stream, begin, end - begin, {})
             self._on_device, self._stamps = [], []
+        there = {event["pid"] for event in self._events}
         names = [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
             for pid, name in ((CPU, "CPU"), (GPU, "GPU"))
+            if pid in there
         ]
         events = sorted(self._events, key=lambda event: float(event["ts"]))
         return {"displayTimeUnit": "ms", "traceEvents": names + events}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,8 @@ def one_length(flag: str, text: str | None) -> int | None:
     """A number of tokens, or None where there is no text."""
     if text is None:
         return None
+    if re.fullmatch(r"\s*\d{1,3}(,\d{3})+\s*", text):  # 98,304
+        text = text.replace(",", "")
     lengths = length_list(text)
     if len(lengths) > 1:
         raise ValueError(f"{flag} must be one length, not {text!r}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,11 @@ import typer
 from magicpig.cli.inputs import one_length
 
 if TYPE_CHECKING:
-    from magicpig.planning.costs import Machine
+    from magicpig.planning.machines import Cpu, Gpu
+
+WORDS = """
+batch: the smallest that has nearly the most tokens/s, "of" those that fit; GPU, CPU: memory that it
+takes; gpu-only is --method full, the others are methods by their names."""
 
 
 def quantity(flag: str, text: str | None, example: str = "24GiB") -> float | None:
@@ -22,8 +28,6 @@ def quantity(flag: str, text: str | None, example: str = "24GiB") -> float | Non
         return None
     number = text.strip().removesuffix("/s" if example.endswith("/s") else "")
     try:
-        if not number[-1:].isalpha():
-            raise ValueError
         return parse_bytes(flag, number)
     except ValueError:
         message = f"{flag} must be a number and a unit, like {example}, not {text!r}"
@@ -35,11 +39,17 @@ def plan(
         str, typer.Option(help="Built-in name, folder, hub name, or llama-3.1-8b and such.")
     ] = "llama-3.1-8b",
     context: Annotated[str, typer.Option(help="Tokens of each sequence.")] = "96k",
-    gpu: Annotated[str, typer.Option(help="One of --list, or none.")] = "L20",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="One of --list, none, or any name with memory and bandwidth. (L20)"),
+    ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="That may be used, like 24GiB. (all of it)")
     ] = None,
-    cpu: Annotated[str, typer.Option(help="One of --list.")] = "Xeon-8563C",
+    gpu_bandwidth: Annotated[
+        str | None, typer.Option(help="Of its memory, like 864GB/s. (the GPU's)")
+    ] = None,
+    cpu: Annotated[str | None, typer.Option(help="One of --list. (Xeon-8563C)")] = None,
     cpu_bandwidth: Annotated[
         str | None, typer.Option(help="Of streamed reads, like 300GB/s. (the CPU's)")
     ] = None,
@@ -51,7 +61,11 @@ def plan(
     ] = 0.035,
     scan_share: Annotated[float, typer.Option(help="Of the keys, read by scan.")] = 0.01,
     here: Annotated[
-        bool, typer.Option("--here", help="Measure this machine first, and plan for it.")
+        bool,
+        typer.Option(
+            "--here",
+            help="Measure this machine first, and plan for it: its CPU, and its GPU or --gpu.",
+        ),
     ] = False,
     listed: Annotated[bool, typer.Option("--list", help="Show known machines.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -68,61 +82,65 @@ def plan(
     from magicpig.planning import plan as planning
     from magicpig.planning.costs import Load, Machine
     from magicpig.planning.geometry import geometry_of
-    from magicpig.planning.machines import CPUS, GPUS, named
+    from magicpig.planning.machines import CPUS, any_gpu, named
 
     if listed:
-        return show_machines()
+        return show_machines(as_json)
     for flag, share in (("--lsh-share", lsh_share), ("--scan-share", scan_share)):
         if not 0 < share <= 1:
             raise ValueError(f"{flag} must be above 0 and at most 1, not {share}")
     tokens = one_length("--context", context)
-    limits = [
+    assert tokens is not None
+    of_gpu = [
         quantity("--gpu-memory", gpu_memory),
-        quantity("--cpu-bandwidth", cpu_bandwidth, "300GB/s"),
-        quantity("--cpu-memory", cpu_memory, "256GiB"),
+        quantity("--gpu-bandwidth", gpu_bandwidth, "864GB/s"),
     ]
-    chosen_gpu = None if gpu.lower() == "none" else named(gpu, GPUS, "--gpu")
-    if gpu_memory and not chosen_gpu:
-        raise ValueError("--gpu-memory limits a GPU, and --gpu is none: leave one of them out")
-    machine = Machine(chosen_gpu, named(cpu, CPUS, "--cpu"))
+    bandwidth = quantity("--cpu-bandwidth", cpu_bandwidth, "300GB/s")
+    memory = quantity("--cpu-memory", cpu_memory, "256GiB")
+    if here and cpu is not None:
+        raise ValueError("--here measures this machine's CPU: leave --cpu out, or --here")
+    without = gpu is not None and gpu.strip().lower() == "none"
+    if without and any(of_gpu):
+        raise ValueError(
+            "--gpu-memory limits a GPU, as --gpu-bandwidth does, and --gpu is none: leave one out"
+        )
+    chosen_gpu = None if without or (here and not gpu) else any_gpu(gpu or "L20", *of_gpu)
+    chosen_cpu = named(cpu or "Xeon-8563C", CPUS, "--cpu")
     geometry = geometry_of(model)
     if here:
-        machine = measured(machine)
-    chosen_gpu, chosen_cpu = machine.gpu, machine.cpu
-    if limits[0] and chosen_gpu:
-        if limits[0] > chosen_gpu.memory:
-            raise ValueError(
-                f"--gpu-memory {gpu_memory} is more than the {chosen_gpu.name} has, "
-                f"{size(chosen_gpu.memory)}: take less, or another --gpu"
-            )
-        chosen_gpu = replace(chosen_gpu, memory=limits[0])
-    if limits[1]:
-        share = chosen_cpu.gather / chosen_cpu.stream
-        chosen_cpu = replace(chosen_cpu, stream=limits[1], gather=share * limits[1])
-    if limits[2]:
-        chosen_cpu = replace(chosen_cpu, memory=limits[2])
+        chosen_gpu, chosen_cpu = measured(chosen_gpu, gpu is None, of_gpu)
     if cores:
-        chosen_cpu = replace(chosen_cpu, cores=cores)
-    machine = Machine(chosen_gpu, chosen_cpu)
-    assert tokens is not None
+        chosen_cpu = chosen_cpu.with_cores(cores)
+    if bandwidth:
+        gathered = chosen_cpu.gather / chosen_cpu.stream * bandwidth
+        chosen_cpu = replace(chosen_cpu, stream=bandwidth, gather=gathered)
+    if memory:
+        chosen_cpu = replace(chosen_cpu, memory=memory)
     load = Load(tokens, lsh_share, scan_share)
-    report = planning.as_dict(geometry, machine, load, batch)
+    report = planning.as_dict(geometry, Machine(chosen_gpu, chosen_cpu), load, batch)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
 
 
-def measured(machine: Machine) -> Machine:
-    """This machine; its GPU, if it has one."""
+def measured(gpu: Gpu | None, own: bool, limits: Sequence[float | None]) -> tuple[Gpu | None, Cpu]:
+    """This machine's CPU. own: and its GPU, if it has one, with these limits; else the given."""
     from rich.console import Console
 
-    from magicpig.planning.costs import Machine
     from magicpig.planning.here import this_cpu, this_gpu
+    from magicpig.planning.machines import limited
 
     console = Console(stderr=True)
     with console.status("measuring this machine") if console.is_terminal else nullcontext():
-        return Machine(machine.gpu and (this_gpu() or machine.gpu), this_cpu())
+        cpu, found = this_cpu(), this_gpu() if own else gpu
+    if own and found:
+        found = limited(found, *limits)
+    elif own:
+        if any(limits):
+            raise ValueError("--gpu-memory limits a GPU, and there is none here: name one by --gpu")
+        print("magicpig: there is no GPU here; --gpu plans for one all the same", file=sys.stderr)
+    return found, cpu
 
 
 def show(report: dict[str, Any]) -> None:
@@ -132,14 +150,16 @@ def show(report: dict[str, Any]) -> None:
     model, gpu, cpu, load = (report[name] for name in ("model", "gpu", "cpu", "load"))
     memory = "" if cpu["memory"] is None else f", {size(cpu['memory'])}"
     print(
-        f"{model['name']}: {model['parameters'] / 1e9:.1f}B parameters, {model['layers']} layers, "
+        f"{model['name']}: {model['parameters'] / 1e9:.1f}B parameters, {layers_of(model)}, "
         f"{model['heads']}/{model['kv_heads']} heads of {model['head_dim']}; "
         f"{load['context']:,} tokens of context"
     )
-    if load["context"] > (model["longest"] or load["context"]):
+    if report["context_too_long"]:
         print(
             f"The model was made for {model['longest']:,} tokens: it will not make sense of more."
         )
+    for note in model["notes"]:
+        print(f"Note: {note}.")
     if gpu:
         print(f"{gpu['name']}: {size(gpu['memory'])}, {gpu['bandwidth'] / 1e9:,.0f} GB/s; ", end="")
     print(
@@ -156,13 +176,15 @@ def show(report: dict[str, Any]) -> None:
         mark = "*" if row["system"] == report["best"] else ""
         memories = [size(row[f"{name}_memory_bytes"]) for name in ("gpu", "cpu")]
         if not row["batch"]:
-            table.add_row(mark, row["system"], "-", "0", "", "", "", *memories, "does not fit")
+            lacks = f"does not fit: {row['lacks']} memory"
+            table.add_row(mark, row["system"], "-", "0", "", "", "", *memories, lacks)
             continue
+        more = "+" if row["largest_batch"] == report["largest_looked_at"] else ""
         table.add_row(
             mark,
             row["system"],
             str(row["batch"]),
-            str(row["largest_batch"]),
+            f"{row['largest_batch']}{more}",
             f"{row['ms_per_step']:.1f}",
             f"{row['tokens_per_second']:.1f}",
             f"{row['tokens_per_second_alone']:.1f}",
@@ -170,17 +192,27 @@ def show(report: dict[str, Any]) -> None:
             row["bound"],
         )
     Console(highlight=False, width=120).print(table)
+    print(WORDS)
     best = report["best"]
     print(
-        f"\n* {best} gives the most tokens/s. Estimates: docs/performance.md says how far off."
+        f"* {best} gives the most tokens/s. Estimates: docs/performance.md says how far off."
         if best
-        else "\nNothing fits: take a shorter --context, or more memory."
+        else "Nothing fits: take a shorter --context, or more memory."
     )
 
 
-def show_machines() -> None:
+def layers_of(model: dict[str, Any]) -> str:
+    sliding = len(model["spans"])
+    return f"{model['layers']} layers" + (f" and {sliding} sliding ones" if sliding else "")
+
+
+def show_machines(as_json: bool) -> None:
+    from dataclasses import asdict
+
     from magicpig.planning.machines import CPUS, GPUS
 
+    if as_json:
+        return print(json.dumps({"gpus": [*map(asdict, GPUS)], "cpus": [*map(asdict, CPUS)]}))
     for gpu in GPUS:
         print(
             f"{gpu.name:<16}{size(gpu.memory):>9}  {gpu.bandwidth / 1e9:>5,.0f} GB/s  "

@@ -70,12 +70,12 @@ class Memory:
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes, from a number or a text like 24GiB, 48GB, 300MB."""
+    """Bytes, from a number or a text like 24GiB, 48GB, 300MB, 8B."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise TypeError(f"{name} must be a number of bytes or a text like 24GiB, not {value!r}")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)(b?)\s*", str(value).lower())
     nbytes = 0.0
-    if match:
+    if match and (match[2] or match[4] or isinstance(value, int)):
         base, power = 1024.0 if match[3] else 1000.0, " kmgt".index(match[2] or " ")
         nbytes = float(match[1]) * base**power
     if not 1 <= nbytes <= 2**63:
@@ -338,4 +338,4 @@ def _power_of_two(nbytes: int) -> int:
 
 
 def size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"

@@ -86,9 +86,22 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel("magicpig does not know chunked attention, which the model has")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModel("magicpig does not know layers that share keys and values")
-    _, dim = heads_of(config)
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModel("magicpig does not know keys and values that are kept as latents")
+    kv_heads, dim = heads_of(config)
+    if config.num_attention_heads % kv_heads:
+        raise UnsupportedModel(
+            f"{config.num_attention_heads} heads cannot share {kv_heads} KV heads evenly"
+        )
     if dim % 8 or not 8 <= dim <= 256:
         raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Raises for a model whose attention takes weights that magicpig does not know."""
+    for name, _ in model.named_parameters():
+        if name.endswith(".sinks"):
+            raise UnsupportedModel(f"magicpig does not know learned sinks, as in {name}")
 
 
 def _decode_layer(rows: Sequence[SequenceLayer]) -> DecodeLayer:
@@ -131,6 +144,7 @@ class Runner:
         register()
         if model.config._attn_implementation == ENGINE:
             raise ValueError("this model belongs to another LLM: load it once more")
+        check_weights(model)
         model.train(False)
         model.set_attn_implementation(ENGINE)
         if model.config._attn_implementation != ENGINE:
@@ -250,11 +264,12 @@ class Runner:
             with self._there(), where(), torch.inference_mode():
                 return layer.to_sequence() if isinstance(layer, BatchLayer) else layer
 
-        if not (self.prompts_on_host and self.plan.method.on_host):
-            return SequenceKV(list(map(finished, prefill.cache.layers)), prefill.done)
-        # A GPU hashes one layer's keys while the CPU sorts another's.
-        with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
-            return SequenceKV(list(pool.map(finished, prefill.cache.layers)), prefill.done)
+        with trace.span("make far", tokens=prefill.done):
+            if not (self.prompts_on_host and self.plan.method.on_host):
+                return SequenceKV(list(map(finished, prefill.cache.layers)), prefill.done)
+            # A GPU hashes one layer's keys while the CPU sorts another's.
+            with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
+                return SequenceKV(list(pool.map(finished, prefill.cache.layers)), prefill.done)
 
     @torch.inference_mode()
     def finish_under(self, prefill: Prefill, plans: Sequence[Plan]) -> list[SequenceKV]:

@@ -89,7 +89,7 @@ def _load(
         with quietly() if offline else nullcontext():
             try:
                 config = AutoConfig.from_pretrained(source, **where)
-                _check_causal(name, config)
+                check_causal(name, config)
                 tokenizer = AutoTokenizer.from_pretrained(source, **where)
                 model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
                     source,
@@ -141,7 +141,7 @@ def _computes_in_bfloat16() -> bool:
     return platform.machine() in ("aarch64", "arm64") or "avx512_bf16" in supported_isas()
 
 
-def _check_causal(name: str, config: PreTrainedConfig) -> None:
+def check_causal(name: str, config: PreTrainedConfig) -> None:
     """Raises unless the checkpoint was saved from a model that continues text."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

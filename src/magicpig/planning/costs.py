@@ -27,6 +27,7 @@ CPU_LAYER_SECONDS = 200e-6  # Python and small operations of a layer, where ther
 ALWAYS_NEAR = 80  # tokens of a sequence: sinks, local tokens
 WINDOW_TOKENS = 592  # and two blocks
 DENSE_LAYERS = 2
+GPU_BANDWIDTH, CPU_BANDWIDTH = "GPU bandwidth", "CPU bandwidth"
 MIN_ROWS = 64  # that `scan` reads, where there are as many
 
 
@@ -86,21 +87,26 @@ class System:
     def _seconds(self, batch: int) -> tuple[float, str]:
         """And what takes most of them."""
         layers = self.model.layers
-        return self._gpu_seconds(batch, layers) + layers * GPU_LAYER_SECONDS, "GPU memory"
+        return self._gpu_seconds(batch, layers) + layers * GPU_LAYER_SECONDS, GPU_BANDWIDTH
 
     def largest_batch(self, most: int = 4096) -> int:
         """That fits into both memories; 0: not even one sequence does."""
         return min(most, self.memory.largest(self.cpu.memory))
 
+    def lacks(self) -> str:
+        """Which memory one sequence does not fit into, where it does not."""
+        return "GPU" if self.gpu is not NO_GPU and not self.memory.largest(None) else "CPU"
+
     def _gpu_seconds(self, batch: int, dense_layers: int) -> float:
         """Linear layers, and attention of the layers whose keys are there."""
-        model, gpu = self.model, self.gpu
-        read = model.parameters_read * model.itemsize / (GPU_STREAMED * gpu.bandwidth)
-        computed = 2 * model.parameters_read * batch / (GPU_COMPUTED * gpu.flops)
-        window = min(WINDOW_TOKENS, self.load.context)
-        near = model.kv_bytes(window, model.layers - dense_layers)
-        keys = batch * (model.kv_bytes(self.load.context, dense_layers) + near)
-        return max(read, computed) + keys / (GPU_STREAMED * gpu.bandwidth)
+        model, gpu, context = self.model, self.gpu, self.load.context
+        read = model.weights_read(batch) / (GPU_STREAMED * gpu.bandwidth)
+        computed = 2 * model.parameters_used * batch / (GPU_COMPUTED * gpu.flops)
+        near = model.kv_bytes(min(WINDOW_TOKENS, context), model.layers - dense_layers)
+        near += model.sliding_bytes(context)
+        keys = batch * (model.kv_bytes(context, dense_layers) + near)
+        small = len(model.spans) * GPU_LAYER_SECONDS
+        return max(read, computed) + keys / (GPU_STREAMED * gpu.bandwidth) + small
 
 
 class KvStream(System):
@@ -126,16 +132,17 @@ class Hybrid(System):
     def _seconds_on_cpu(self, batch: int) -> tuple[float, str]:
         """Of a machine without a GPU."""
         model, cpu = self.model, self.cpu
-        read = model.parameters_read * model.itemsize / (CPU_LINEAR * cpu.stream)
-        computed = 2 * model.parameters_read * batch / (cpu.cores * cpu.flops)
+        read = model.weights_read(batch) / (CPU_LINEAR * cpu.stream)
+        computed = 2 * model.parameters_used * batch / (cpu.cores * cpu.flops)
         far, bound = max(self._cpu_seconds())
         dense = model.kv_bytes(self.load.context, 1) / (CPU_STREAMED * cpu.stream)
         near = dense * min(1.0, WINDOW_TOKENS / self.load.context)
         attention = (model.layers - self.dense_layers) * (far + near) + self.dense_layers * dense
+        attention += model.sliding_bytes(self.load.context) / (CPU_STREAMED * cpu.stream)
         parts = [
             (read, "weights") if read > computed else (computed, "CPU cores"),
             (batch * attention, bound),
-            (model.layers * CPU_LAYER_SECONDS, "Python"),
+            ((model.layers + len(model.spans)) * CPU_LAYER_SECONDS, "Python"),
         ]
         return sum(seconds for seconds, _ in parts), max(parts)[1]
 
@@ -154,14 +161,14 @@ class Hybrid(System):
             return layers * (CALL_SECONDS + n * each)
 
         seconds = on_gpu(batch) + on_cpu(batch)
-        bound = cpu_bound if on_cpu(batch) > seconds / 2 else "GPU memory"
+        bound = cpu_bound if on_cpu(batch) > seconds / 2 else GPU_BANDWIDTH
         if batch > 1:
             halves = -(-batch // 2), batch // 2
             gpu, cpu = sum(map(on_gpu, halves)), sum(map(on_cpu, halves))
             filling = (gpu / 2 + on_cpu(halves[0])) / self.model.layers
             if max(gpu, cpu) + filling < seconds:
                 seconds = max(gpu, cpu) + filling
-                bound = cpu_bound if cpu >= gpu else "GPU memory"
+                bound = cpu_bound if cpu >= gpu else GPU_BANDWIDTH
         return seconds, bound
 
     def _gpu_layer_seconds(self, batch: int) -> float:
@@ -172,7 +179,7 @@ class Hybrid(System):
         """Of one sequence and layer, by what could bound them."""
         yield (
             self.model.kv_bytes(self.load.context, 1) / (CPU_STREAMED * self.cpu.stream),
-            "CPU memory",
+            CPU_BANDWIDTH,
         )
 
 
@@ -200,7 +207,7 @@ class Lsh(Hybrid):
         rows = model.heads * self.load.context * self.load.lsh_share
         work = entries * cpu.entry_seconds + rows * _row_seconds(cpu, model)
         yield work / cpu.cores, "CPU cores"
-        yield (2 * entries + rows * model.row_bytes) / cpu.gather, "CPU memory"
+        yield (2 * entries + rows * model.row_bytes) / cpu.gather, CPU_BANDWIDTH
 
 
 class Scan(Hybrid):
@@ -227,11 +234,11 @@ class Scan(Hybrid):
         rows = model.heads * max(least, self.load.context * self.load.scan_share)
         if self.gpu is not NO_GPU:
             yield rows * ROW_ALONE * _row_seconds(cpu, model) / cpu.cores, "CPU cores"
-            yield rows * model.row_bytes / cpu.gather, "CPU memory"
+            yield rows * model.row_bytes / cpu.gather, CPU_BANDWIDTH
             return
         products = model.heads * self.load.context * model.head_dim
         yield (products / cpu.macs + rows * _row_seconds(cpu, model)) / cpu.cores, "CPU cores"
-        yield self._codes / cpu.stream + rows * model.row_bytes / cpu.gather, "CPU memory"
+        yield self._codes / cpu.stream + rows * model.row_bytes / cpu.gather, CPU_BANDWIDTH
 
 
 def _row_seconds(cpu: Cpu, model: ModelGeometry) -> float:

@@ -85,10 +85,13 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """layers: those with full attention over the whole context; others cost little.
+    """layers: those with full attention over the whole context.
 
-    parameters: all of them; parameters_read: those that a step reads, which takes one row of the
+    parameters: all of them; parameters_read: those that a step may read, which takes one row of the
     embedding. longest: tokens that it was made for, where that is known. config: transformers'.
+    expert_parameters: of mixtures of experts, theirs; a token goes to `expert_share` of them.
+    spans: tokens that layers with sliding attention see, one for each.
+    notes: what a plan does not know of it.
     """
 
     name: str
@@ -101,11 +104,29 @@ class ModelGeometry:
     longest: int | None
     config: Any = field(repr=False, compare=False)
     itemsize: int = 2
+    expert_parameters: int = 0
+    expert_share: float = 1.0
+    spans: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def row_bytes(self) -> int:
         """Of a token's key and value in one KV head."""
         return 2 * self.head_dim * self.itemsize
+
+    def weights_read(self, batch: int) -> float:
+        """Bytes in a step: experts that none of the batch goes to are not read."""
+        missed = self.expert_parameters * (1 - self.expert_share) ** batch
+        return (self.parameters_read - missed) * self.itemsize
+
+    @property
+    def parameters_used(self) -> float:
+        """By one token."""
+        return self.parameters_read - self.expert_parameters * (1 - self.expert_share)
+
+    def sliding_bytes(self, context: int) -> float:
+        """Of keys and values in layers with sliding attention."""
+        return sum(self.kv_bytes(min(span, context), 1) for span in self.spans)
 
     def as_dict(self) -> dict[str, Any]:
         return {x.name: getattr(self, x.name) for x in fields(self) if x.name != "config"}
@@ -121,17 +142,22 @@ def geometry_of(name: str) -> ModelGeometry:
     from transformers import AutoModelForCausalLM
 
     from magicpig.engine.memory import heads_of
-    from magicpig.engine.runner import check_supported
+    from magicpig.engine.runner import check_supported, check_weights
     from magicpig.hf.cache import full_attention_layers
+    from magicpig.models.loader import check_causal
+    from magicpig.models.quiet import quietly
 
     config = config_of(name)
+    if name.lower() not in KNOWN:
+        check_causal(f"--model {name}", config)
     text = config.get_text_config(decoder=True)
     check_supported(text)
     layers = full_attention_layers(config)
     if not layers:
         raise ValueError(f"--model {name!r} has no layer that attends to a whole context")
-    with torch.device("meta"):
+    with torch.device("meta"), quietly():
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    check_weights(model)
     embedded = model.get_input_embeddings()
     parameters = parameters_read = sum(p.numel() for p in model.parameters())
     if not getattr(text, "tie_word_embeddings", False) and embedded is not None:
@@ -147,7 +173,34 @@ def geometry_of(name: str) -> ModelGeometry:
         parameters_read,
         getattr(text, "max_position_embeddings", None),
         config,
+        expert_parameters=sum(p.numel() for n, p in model.named_parameters() if ".experts." in n),
+        expert_share=_expert_share(text),
+        spans=_spans(config),
+        notes=_notes(config, text),
     )
+
+
+def _expert_share(text: Any) -> float:
+    """Of the experts of a layer, those that a token goes to."""
+    names = "num_local_experts", "num_experts", "n_routed_experts"
+    experts = next((n for n in (getattr(text, name, None) for name in names) if n), 1)
+    used = getattr(text, "num_experts_per_tok", None) or experts
+    return min(1.0, float(used) / float(experts))
+
+
+def _spans(config: Any) -> tuple[int, ...]:
+    from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=config).layers
+    return tuple(x.sliding_window for x in layers if type(x) is DynamicSlidingWindowLayer)
+
+
+def _notes(config: Any, text: Any) -> tuple[str, ...]:
+    quantized = getattr(config, "quantization_config", None) or {}
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    notes = [f"its weights are quantized ({method})"] * bool(quantized)
+    notes += ["its weights are float32"] * (str(text.dtype) == "torch.float32")
+    return tuple(f"{note}; this plan counts two bytes for each" for note in notes)
 
 
 def config_of(name: str) -> Any:
@@ -161,11 +214,12 @@ def config_of(name: str) -> Any:
         return AutoConfig.for_model(kind, **fields)
     folder = str(cache_folder() / name) if name in BUILTIN else name
     if name in BUILTIN and not (cache_folder() / name).is_dir():
-        raise ValueError(f"--model {name!r} is not here yet: `magicpig pull {name}` fetches it")
+        flag, how = (" --adapter PATH", "makes") if BUILTIN[name].adapter else ("", "fetches")
+        raise ValueError(f"--model {name!r} is not here yet: `magicpig pull {name}{flag}` {how} it")
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0][:200]
         raise ValueError(
             f"--model {name!r} is neither here nor on the hub ({reason}); "
             f"known without either: {', '.join(KNOWN)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 
 from magicpig import _native, native
 from magicpig.config import IndexConfig, LSHConfig, ScanConfig
+from magicpig.engine.memory import SHARE
 from magicpig.kv.layer import LayerKV
 from magicpig.planning.machines import GIB, Cpu, Gpu
 
@@ -23,7 +23,7 @@ def this_cpu() -> Cpu:
     """Takes some seconds."""
     stream = _native.stream_read_roof(ROOF_BYTES, 5)
     gather = _native.gather_read_roof(ROOF_BYTES, ROW_BYTES, 3)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = int(_native.available_memory() * SHARE)  # as the engine takes it
     cpu = Cpu("here", native.num_threads(), stream, gather, memory)
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, KV_HEADS, TOKENS, DIM, generator=generator).bfloat16()

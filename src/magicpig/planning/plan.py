@@ -16,7 +16,8 @@ ENOUGH = 0.99  # of the best throughput: the smallest batch that reaches it is t
 class Choice:
     """batch: the smallest that has nearly the system's best throughput; 0: not one sequence fits.
 
-    largest: that fits. alone: a step of one sequence. step: of `batch`.
+    largest: that fits, of those that are looked at. alone: a step of one sequence. step: of
+    `batch`. lacks: the memory that is too small where none fits, "GPU" or "CPU".
     """
 
     system: str
@@ -24,6 +25,7 @@ class Choice:
     batch: int
     alone: Step
     step: Step
+    lacks: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -32,12 +34,14 @@ class Choice:
     def as_dict(self) -> dict[str, Any]:
         return {
             "system": self.system,
+            "method": "full" if self.system == "gpu-only" else self.system,
             "largest_batch": self.largest,
             "batch": self.batch,
             "ms_per_step": 1e3 * self.step.seconds if self.batch else None,
             "tokens_per_second": self.tokens_per_second if self.batch else None,
             "tokens_per_second_alone": 1 / self.alone.seconds if self.batch else None,
             "bound": self.step.bound if self.batch else None,
+            "lacks": self.lacks,
             "gpu_memory_bytes": self.step.gpu_memory,
             "cpu_memory_bytes": self.step.cpu_memory,
         }
@@ -54,7 +58,9 @@ def _choice(system: System, most: int) -> Choice:
     rates = {n: n / system.step(n).seconds for n in range(1, largest + 1)}
     best = max(rates.values(), default=0.0)
     batch = next((n for n, rate in rates.items() if rate >= ENOUGH * best), 0)
-    return Choice(system.name, largest, batch, system.step(1), system.step(max(batch, 1)))
+    alone, step = system.step(1), system.step(max(batch, 1))
+    lacks = None if batch else system.lacks()
+    return Choice(system.name, largest, batch, alone, step, lacks)
 
 
 def best_of(found: list[Choice]) -> Choice | None:
@@ -71,6 +77,8 @@ def as_dict(model: ModelGeometry, machine: Machine, load: Load, most: int) -> di
         "gpu": asdict(machine.gpu) if machine.gpu else None,
         "cpu": asdict(machine.cpu),
         "load": asdict(load),
+        "largest_looked_at": most,
+        "context_too_long": load.context > (model.longest or load.context),
         "systems": [choice.as_dict() for choice in found],
         "best": best.system if best else None,
     }
