@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,7 +56,7 @@ def generate(
     stop: Annotated[
         list[str] | None, option(SAMPLING, help="End before this text. Repeatable.")
     ] = None,
-    n: Annotated[int, option(SAMPLING, "-n", help="So many answers.")] = 1,
+    n: Annotated[int, option(SAMPLING, "-n", help="So many answers, 64 at most.")] = 1,
     method: Annotated[
         str | None,
         option(
@@ -108,6 +109,8 @@ def generate(
         stop=tuple(stop or ()),
         n=n,
     )
+    if n > 1 and temperature == 0:
+        print(f"magicpig: all {n} answers are alike without --temperature", file=sys.stderr)
     answer.use_threads(threads)
     llm = answer.load_llm(
         context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -207,7 +208,7 @@ def config_of(name: str) -> Any:
     """As in geometry_of."""
     from transformers import AutoConfig
 
-    from magicpig.models import BUILTIN, cache_folder
+    from magicpig.models import BUILTIN, ModelError, cache_folder, hub
 
     if name.lower() in KNOWN:
         kind, fields = KNOWN[name.lower()]
@@ -217,8 +218,11 @@ def config_of(name: str) -> Any:
         flag, how = (" --adapter PATH", "makes") if BUILTIN[name].adapter else ("", "fetches")
         raise ValueError(f"--model {name!r} is not here yet: `magicpig pull {name}{flag}` {how} it")
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        here = os.path.isdir(folder) or hub.cached_folder(folder) is not None
+        if not here:
+            hub.check_reachable(name)
+        return AutoConfig.from_pretrained(folder, local_files_only=here)
+    except (OSError, ValueError, ModelError) as error:
         reason = str(error).splitlines()[0][:200]
         raise ValueError(
             f"--model {name!r} is neither here nor on the hub ({reason}); "
