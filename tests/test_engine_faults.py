@@ -128,6 +128,9 @@ def test_sequences_end_whatever_their_costs_say(monkeypatch):
     assert {event.request_id for event in events if event.error} == {r.id for r in requests}
     assert not llm.engine.has_work
     assert not llm.engine.scheduler._let_in
+    llm = make_llm()
+    last = [event for event in llm.run([llm.engine.add(PROMPTS[0], greedy())]) if event.finish]
+    assert [event.finish for event in last] == [Finish.LENGTH]
 
 
 def test_numbers_that_are_not_finite_fail_alone():

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -151,12 +152,14 @@ def test_halves_where_the_cpu_has_more_to_do():
 class Short(Recorded):
     """Graphs, for whose next step a device has no memory."""
 
+    broken = False
+
     def __init__(self):
         super().__init__()
         self.done = []
 
     def prepared(self, kvs):
-        return None if "drop" in self.done else self
+        return self
 
     def prepare(self, kvs, token_ids):
         self.done.append("prepare")
@@ -169,20 +172,54 @@ class Short(Recorded):
         self.done.append("drop")
 
 
-def test_steps_without_memory_for_graphs_are_run_without(on_device):
-    expected = [
-        g.completions[0].token_ids for g in llm_for("lsh:4:12", True).generate(PROMPTS, PARAMS)
-    ]
+@pytest.mark.parametrize("place", ["prepare", "prepared"])
+def test_steps_without_memory_for_graphs_are_run_without(on_device, place):
+    def tokens(llm):
+        return [g.completions[0].token_ids for g in llm.generate(PROMPTS, PARAMS)]
+
+    expected = tokens(llm_for("lsh:4:12", True))
     llm = llm_for("lsh:4:12", True)
     llm.engine.runner.graphs = graphs = [Short(), Short()]
-    found = [g.completions[0].token_ids for g in llm.generate(PROMPTS, PARAMS)]
-    assert found == expected
-    assert [each.done for each in graphs] == [["prepare", "let go", "drop"], ["drop"]]
+    if place == "prepared":
+        graphs[0].prepared = lambda _: graphs[0].prepare(None, None)
+    assert tokens(llm) == expected
+    let_go = ["let go"] if place == "prepare" else []
+    assert graphs[0].done == ["prepare", *let_go, "drop"]
+    assert graphs[1].done == ["drop"]
+    assert 0 < llm.engine.runner._without < 100  # before they are tried again
+    llm = llm_for("lsh:4:12", True)
     llm.engine.runner.graphs = graphs = [Short(), Short()]
     graphs[0].prepare = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         llm.generate(PROMPTS, PARAMS)
     assert set(graphs[0].done) == {"let go"}
+
+
+def test_models_that_cannot_be_recorded_are_not_tried_again(on_device):
+    llm = llm_for("lsh:4:12", True)
+    llm.engine.runner.graphs = graphs = [Short(), Short()]
+    graphs[0].broken = True
+    graphs[0].prepared = lambda _: None
+    assert llm.generate(PROMPTS, PARAMS)
+    assert llm.engine.runner.graphs == []
+    assert graphs[1].done == []
+
+
+def test_an_interrupt_before_graphs_run_lets_go_of_them(on_device, monkeypatch):
+    llm = llm_for("lsh:4:12", True)
+    llm.engine.runner.graphs = graphs = [Short(), Short()]
+    for each in graphs:
+        each.prepare = lambda *_: None
+
+    @contextmanager
+    def interrupted(_):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("magicpig.engine.runner.turns", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, PARAMS)
+    assert graphs[0].done == ["let go"]
 
 
 def steps(pace, count, whole, halved, share):

@@ -168,10 +168,15 @@ def test_limits_are_no_larger_than_what_a_gpu_has(monkeypatch):
     monkeypatch.setattr(torch.cuda, set_limit, lambda share, _: limits.append(share))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * 10**9, 24 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10**9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10**9)
     all_of_it = there_is(asked, 10**9, "1GB", None)
     assert 7.2e9 < all_of_it.device < 7.8e9
     assert there_is(asked, 10**9, "1GB", "80GiB") == all_of_it
     assert set(limits) == {1.0}
+    with monkeypatch.context() as patch:  # of another model in this process
+        patch.setattr(torch.cuda, "memory_allocated", lambda _: 3 * 10**9)
+        patch.setattr(torch.cuda, "memory_reserved", lambda _: 3 * 10**9)
+        assert there_is(asked, 10**9, "1GB", None) == all_of_it
     half = there_is(asked, 10**9, "1GB", "5GB")
     assert 2.8e9 < half.device < 3.2e9
     assert limits[-1] == pytest.approx(4.4 / 24)

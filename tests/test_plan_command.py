@@ -292,7 +292,7 @@ def test_any_folder_is_a_model(tmp_path):
         (["--gpu-bandwidth", "fast"], "--gpu-bandwidth must be a number and a unit, like 864GB/s"),
         (["--model", "bert"], "which does not continue text"),
         (["--model", "sinks"], "does not know learned sinks"),
-        (["--model", "latent"], "kept as latents"),
+        (["--model", "latent"], "keys of 192 dimensions and values of 128"),
         (["--model", "uneven"], "32 heads cannot share 7 KV heads evenly"),
         (
             ["--model", "smollm2-ruler-32k"],

@@ -12,7 +12,6 @@ import gc
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from magicpig import trace
 from magicpig.attention.exchange_on_gpu import write_stamp
+from magicpig.attention.gpu import is_out_of_memory, leave_pool
 from magicpig.config import draws_on_gpus
 from magicpig.engine.recorded import Attention, attention_of
 from magicpig.hf.tagged import DecodeLayer, begin_pass
@@ -30,10 +30,10 @@ from magicpig.kv.device_scan import DeviceScan
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.sequence import SequenceKV
 from magicpig.kv.tray import Tray
+from magicpig.models.quiet import without_collections
 
 MOST_KEPT = 8  # sizes of batches with graphs
 FIRST_STEPS = 1  # of a batch's size that are not recorded: most sizes are not seen again
-STEPS_WITHOUT = 100  # before graphs are tried again for which there was no memory
 ROOMIER = 9  # eighths of a context's length that buffers have room for
 
 
@@ -91,8 +91,10 @@ class StepGraphs:
             except BaseException:
                 begin_pass()
                 if self._recording is not None:
-                    with suppress(RuntimeError):  # the first error tells
+                    try:
                         self._end()
+                    except RuntimeError:  # the first error tells
+                        leave_pool(device, pool)
                 raise
         torch.cuda.current_stream(device).wait_stream(stream)
 
@@ -195,34 +197,35 @@ class StepGraphs:
 
 
 class Graphs:
-    """Of the sizes of batches that come again, for one stream of steps at a time."""
+    """Of the sizes of batches that come again, for one stream of steps at a time.
+
+    broken: steps of the model cannot be recorded.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.broken = False
         self._stream = own_stream(model.device)
         self._pool: Any = None  # of memory for all, as one runs at a time
         self._seen: dict[object, int] = {}
         self._kept: dict[object, StepGraphs] = {}
-        self._possible = True
 
     def possible(self, kvs: Sequence[SequenceKV]) -> bool:
-        """Whether such a batch has a graph, or may get one; asked in every step."""
-        key = len(kvs), kvs[0].kinds
-        if self._seen.get(key, 0) < 0:  # for want of memory
-            self._seen[key] += 1
-            return False
-        return self._possible and all(kv.kinds == kvs[0].kinds for kv in kvs)
+        """Whether such a batch has a graph, or may get one."""
+        return not self.broken and all(kv.kinds == kvs[0].kinds for kv in kvs)
 
     def drop(self) -> None:
-        """All of them, for the memory that they take; they are recorded anew after a while."""
-        self._seen.update(dict.fromkeys(self._kept, -STEPS_WITHOUT))
+        """All of them, for the memory that they take."""
         self._kept.clear()
 
     @torch.inference_mode()
     def prepared(self, kvs: Sequence[SequenceKV]) -> StepGraphs | None:
-        """The graphs for such a batch, recorded now if it is time; None: do without."""
+        """The graphs for such a batch, recorded now if it is time; None: do without.
+
+        Errors that are out of memory are the caller's to mend.
+        """
         key = len(kvs), kvs[0].kinds
-        if not self._possible or any(kv.kinds != kvs[0].kinds for kv in kvs):
+        if not self.possible(kvs):
             return None
         kept = self._kept.get(key)
         if kept and max(kv.num_tokens for kv in kvs) <= kept.tokens:
@@ -239,12 +242,13 @@ class Graphs:
         gc.collect()  # what is freed while graphs are recorded may break them
         torch.cuda.empty_cache()  # which is not done meanwhile, however little there is
         try:
-            self._kept[key] = StepGraphs(self.model, kvs, self._stream, self._pool)
+            with without_collections():
+                self._kept[key] = StepGraphs(self.model, kvs, self._stream, self._pool)
         except Exception as error:
-            if "out of memory" in str(error):  # of the GPU, or of the host's that can be pinned
-                self._seen[key] = -STEPS_WITHOUT
-                return None
-            self._possible = False
+            if is_out_of_memory(error):
+                raise
+            self.broken = True
+            self._kept.clear()
             warnings.warn(
                 f"decode steps of {type(self.model).__name__} cannot be recorded as CUDA graphs "
                 f"({str(error).splitlines()[0]}): their kernels are launched one by one, which is "

@@ -227,7 +227,7 @@ class Needs:
         hashing = 0
         if isinstance(self.plan.method, Lsh):
             shape = self._shape
-            each = bytes_hashing(self.plan.method.index, shape.num_kv_heads, shape.head_dim)
+            each = bytes_hashing(self.plan.method.index, shape)
             longest = getattr(text, "max_position_embeddings", None) or LONGEST
             hashing = each * min(LONGEST, longest)
         return int(self.part_tokens * widths * self.dtype.itemsize) + hashing + RECORDED
@@ -293,7 +293,8 @@ def there_is(
     _usable(needs, weights, limit, "gpu_memory is")
     torch.cuda.set_per_process_memory_fraction(1.0, needs.device)  # another may have set it
     free, total = torch.cuda.mem_get_info(needs.device)
-    most = free + torch.cuda.memory_reserved(needs.device) + LIBRARIES
+    others = max(0, torch.cuda.memory_allocated(needs.device) - weights)  # of this process
+    most = free + torch.cuda.memory_reserved(needs.device) - others + LIBRARIES
     if limit < most:
         share = min(1.0, (limit - LIBRARIES) / total)
         torch.cuda.set_per_process_memory_fraction(share, needs.device)

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    get_layer_types_and_kwargs,
 )
 
 from magicpig import _native, trace
 from magicpig.attention.exact import torch_has_tiles
-from magicpig.attention.gpu import has_triton
+from magicpig.attention.gpu import has_triton, is_out_of_memory
 from magicpig.attention.plan import Plan
-from magicpig.config import UnsupportedModel, WindowConfig
+from magicpig.config import WindowConfig
 from magicpig.engine.halves import Halves
-from magicpig.engine.memory import FINISHED_AT_ONCE, Needs, heads_of
+from magicpig.engine.memory import FINISHED_AT_ONCE, Needs
 from magicpig.engine.pace import Pace
+from magicpig.engine.support import ROTARY_BY_LENGTH, check_supported, check_weights, rotary_kinds
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer
 from magicpig.hf.tagged import DecodeLayer, begin_pass
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from magicpig.engine.graphs import Graphs, StepGraphs
 
 PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
+STEPS_WITHOUT = 100  # graphs, after there was no memory for one
 PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
 
 
@@ -68,42 +69,6 @@ class Prefill:
         return self.prompt_ids[self.done : self.done + -(-left // parts)]
 
 
-ROTARY_BY_LENGTH = {"dynamic", "longrope"}
-
-
-def rotary_kinds(config: PreTrainedConfig) -> set[str]:
-    """The kinds of rotary embedding that a model uses, by transformers' names."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {str(one["rope_type"]) for one in each if "rope_type" in one}
-
-
-def check_supported(config: PreTrainedConfig) -> None:
-    """Raises for models that would give wrong results, or an error after a long prompt."""
-    if not hasattr(config, "num_attention_heads"):
-        raise UnsupportedModel(f"a {config.model_type} model has no attention to be quicker at")
-    if "chunked_attention" in get_layer_types_and_kwargs(config)[0]:
-        raise UnsupportedModel("magicpig does not know chunked attention, which the model has")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel("magicpig does not know layers that share keys and values")
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModel("magicpig does not know keys and values that are kept as latents")
-    kv_heads, dim = heads_of(config)
-    if config.num_attention_heads % kv_heads:
-        raise UnsupportedModel(
-            f"{config.num_attention_heads} heads cannot share {kv_heads} KV heads evenly"
-        )
-    if dim % 8 or not 8 <= dim <= 256:
-        raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
-
-
-def check_weights(model: PreTrainedModel) -> None:
-    """Raises for a model whose attention takes weights that magicpig does not know."""
-    for name, _ in model.named_parameters():
-        if name.endswith(".sinks"):
-            raise UnsupportedModel(f"magicpig does not know learned sinks, as in {name}")
-
-
 def _decode_layer(rows: Sequence[SequenceLayer]) -> DecodeLayer:
     longest = max(row.num_tokens for row in rows)
     return DecodeLayer(partial(step, rows), longest, rows[0].span)
@@ -121,20 +86,10 @@ def _link(layers: Sequence[Any]) -> None:
         layer.following = following
 
 
-def _prepare(
-    graphs: Sequence[StepGraphs], kvs: list[SequenceKV], token_ids: list[int], parts: list[slice]
-) -> bool:
-    """The parts of a batch for their graphs; False where the GPU has no memory for it."""
-    try:
-        for each, part in zip(graphs, parts, strict=True):
-            each.prepare(kvs[part], token_ids[part])
-    except BaseException as error:
-        for each in graphs:
-            each.let_go()
-        if not isinstance(error, torch.OutOfMemoryError):
-            raise
-        return False
-    return True
+def _let_go(graphs: Sequence[StepGraphs]) -> None:
+    """Of the sequences of a step that did not come to its end."""
+    for each in graphs:
+        each.let_go()
 
 
 class Runner:
@@ -176,6 +131,7 @@ class Runner:
             kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
         )
         self._paces: defaultdict[object, Pace] = defaultdict(Pace)
+        self._without = 0  # steps, before graphs are tried again for which there was no memory
         self.graphs: list[Graphs] = []  # of each half; the first's serve whole batches too
         if has_triton(self.device) and self.batches and not _launches_block():
             from magicpig.engine.graphs import Graphs  # which needs Triton
@@ -294,34 +250,64 @@ class Runner:
         with self._there(), trace.span("decode", batch=len(kvs)):
             parts = self._parts(kvs)
             _native.rest_threads(self._resting(len(parts) > 1))
-            graphs = [
-                each.prepared(kvs[part]) for each, part in zip(self.graphs, parts, strict=False)
-            ]
-            recorded = [each for each in graphs if each is not None]
-            # All or none: what is new to the GPU may have to wait for a graph that runs.
-            if len(recorded) < len(parts) or not _prepare(recorded, kvs, token_ids, parts):
-                if len(recorded) == len(parts):
-                    graphs, recorded = [], []
-                    self._drop_graphs()
+            recorded = self._recorded(kvs, token_ids, parts)
+            if recorded is None:
                 return self._run(
                     [partial(self._decode, kvs[part], token_ids[part]) for part in parts]
                 )
             start = time.perf_counter()
-            # Threads that serve graphs are to free none of the GPU's memory, which may wait.
-            with without_collections(), turns(self.device):
-                logits = self._run([each.run for each in recorded])
+            try:
+                # Threads that serve graphs are to free none of the GPU's memory, which may wait.
+                with without_collections(), turns(self.device):
+                    logits = self._run([each.run for each in recorded])
+            except BaseException:
+                _let_go(recorded)
+                raise
             took = time.perf_counter() - start
             self._pace(kvs).took(took, recorded[0].cpu_share)
             for kv in kvs:
                 kv.num_tokens += 1
             return logits
 
-    def _drop_graphs(self) -> None:
-        """For the memory that they take."""
+    def _recorded(
+        self, kvs: list[SequenceKV], token_ids: list[int], parts: list[slice]
+    ) -> list[StepGraphs] | None:
+        """Graphs for the parts of a batch, prepared for them; None: do without."""
+        if self._without:
+            self._without -= 1
+            return None
+        try:
+            return self._prepared(kvs, token_ids, parts)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._without = STEPS_WITHOUT
         for each in self.graphs:
             each.drop()
         gc.collect()
         torch.cuda.empty_cache()
+        return None
+
+    def _prepared(
+        self, kvs: list[SequenceKV], token_ids: list[int], parts: list[slice]
+    ) -> list[StepGraphs] | None:
+        """All or none: what is new to the GPU may have to wait for a graph that runs."""
+        found: list[StepGraphs] = []
+        try:
+            for each, part in zip(self.graphs, parts, strict=False):
+                one = each.prepared(kvs[part])
+                found += [one] if one else []
+                if each.broken:
+                    self.graphs = []
+                    return None
+            if len(found) < len(parts):
+                return None
+            for one, part in zip(found, parts, strict=True):
+                one.prepare(kvs[part], token_ids[part])
+        except BaseException:
+            _let_go(found)
+            raise
+        return found
 
     def _run(self, works: Sequence[Callable[[], Tensor]]) -> Tensor:
         return self.halves.run(*works) if self.halves and len(works) > 1 else works[0]()
@@ -336,7 +322,7 @@ class Runner:
 
     def _halving_pays(self, kvs: list[SequenceKV], halves: list[slice]) -> bool:
         """As far as is known: steps that are recorded are timed."""
-        if not self.graphs or not self.graphs[0].possible(kvs):
+        if self._without or not self.graphs or not self.graphs[0].possible(kvs):
             return True
         pairs = zip(self.graphs, halves, strict=True)
         if not all([each.possible(kvs[half]) for each, half in pairs]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -131,7 +132,7 @@ class Sequence:
         self.finish = finish
         self.request.ended = time.perf_counter()
         kv, self._kv, self._usage = self.kv, None, NO_USAGE
-        if finish is not Finish.ERROR:  # after which a device may have no answers
+        with suppress(Exception):  # of a device that has no answers any more
             self._usage = _usage_of(kv)
         kv.end()
 

@@ -6,7 +6,8 @@ for projections within rounding of zero.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from magicpig import _native, reference
-from magicpig.attention.gpu import has_triton
+from magicpig.attention.gpu import has_triton, is_out_of_memory
 from magicpig.config import LSHConfig
+from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import courier, current, turns
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.segments import LONGEST, MOST_AHEAD
@@ -58,7 +60,7 @@ class GrowingSegment:
     def hash_ahead(self, keys: Tensor) -> None:
         """Of all tokens, while the device has them; where the host has room for what it finds."""
         if self.has_tables:
-            with suppress(Empty, torch.OutOfMemoryError):
+            with suppress(Empty), _as_far_as_memory_goes():
                 self._ahead = _Ahead(keys, self.kv)
 
     def finish_from(self, device: torch.device, keys: Tensor) -> None:
@@ -103,10 +105,19 @@ def _found_by(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
     """What the native core wants to know of keys; None where the device has no memory to find it
     out: the native core can too."""
     assert isinstance(kv.index, LSHConfig)
-    with suppress(torch.OutOfMemoryError), turns(device), current(device):
+    with _as_far_as_memory_goes(), turns(device), current(device):
         found = hash_keys(keys.to(device, non_blocking=True).to(kv.dtype), kv.index)
         return _for_native(*map(_on_host, found))
     return None
+
+
+@contextmanager
+def _as_far_as_memory_goes() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
 
 
 def _for_native(means: Tensor, inv_norms: Tensor, signs: Tensor) -> Any:
@@ -119,11 +130,11 @@ def bytes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> int:
     return sum(1 << (size - 1).bit_length() for size in each)
 
 
-def bytes_hashing(lsh: LSHConfig, num_kv_heads: int, head_dim: int) -> int:
+def bytes_hashing(lsh: LSHConfig, shape: LayerShape) -> int:
     """Of the device's memory for each token: what is found, and one head's keys in float32 and
     float64; once ahead, and once beside that, with the keys."""
-    each = num_kv_heads * (2 * words_of(lsh) + 4) + 16 * head_dim
-    return 2 * each + num_kv_heads * head_dim * 2
+    each = shape.num_kv_heads * (2 * words_of(lsh) + 4) + 16 * shape.head_dim
+    return 2 * each + shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def geometry_of(name: str) -> ModelGeometry:
     from transformers import AutoModelForCausalLM
 
     from magicpig.engine.memory import heads_of
-    from magicpig.engine.runner import check_supported, check_weights
+    from magicpig.engine.support import check_supported, check_weights
     from magicpig.hf.cache import full_attention_layers
     from magicpig.models.loader import check_causal
     from magicpig.models.quiet import quietly

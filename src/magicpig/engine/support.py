@@ -1,0 +1,49 @@
+"""Which models magicpig can follow; others are refused before they are read."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from magicpig.config import UnsupportedModel
+from magicpig.engine.memory import heads_of
+
+ROTARY_BY_LENGTH = {"dynamic", "longrope"}
+
+
+def rotary_kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embedding that a model uses, by transformers' names."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(one["rope_type"]) for one in each if "rope_type" in one}
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Raises for models that would give wrong results, or an error after a long prompt."""
+    if not hasattr(config, "num_attention_heads"):
+        raise UnsupportedModel(f"a {config.model_type} model has no attention to be quicker at")
+    if "chunked_attention" in get_layer_types_and_kwargs(config)[0]:
+        raise UnsupportedModel("magicpig does not know chunked attention, which the model has")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModel("magicpig does not know layers that share keys and values")
+    parts = [getattr(config, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
+    of_values = getattr(config, "v_head_dim", None)
+    if of_values and any(parts) and sum(parts) != of_values:
+        raise UnsupportedModel(
+            f"keys of {sum(parts)} dimensions and values of {of_values}: magicpig knows such as "
+            "have as many"
+        )
+    kv_heads, dim = heads_of(config)
+    if config.num_attention_heads % kv_heads:
+        raise UnsupportedModel(
+            f"{config.num_attention_heads} heads cannot share {kv_heads} KV heads evenly"
+        )
+    if dim % 8 or not 8 <= dim <= 256:
+        raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Raises for a model whose attention takes weights that magicpig does not know."""
+    for name, _ in model.named_parameters():
+        if name.endswith(".sinks"):
+            raise UnsupportedModel(f"magicpig does not know learned sinks, as in {name}")
