@@ -5,25 +5,36 @@ namespace magicpig {
 namespace {
 
 template <class S, class T>
+constexpr bool kSame = false;
+template <class T>
+constexpr bool kSame<T, T> = true;
+
+template <class S, class T>
 size_t pack(const void* source, size_t source_stride, size_t count, uint32_t head_dim, void* out_rows,
             size_t out_stride, uint32_t dim) {
   size_t first_bad = count;
   for (size_t r = 0; r < count; ++r) {
     const S* in = static_cast<const S*>(source) + r * source_stride;
     T* out = static_cast<T*>(out_rows) + r * out_stride;
-    vec squares = zero();
-    for (uint32_t c = 0; c < dim; c += kChunk) {
-      if (c + kChunk <= head_dim) {
-        store(out + c, load(in + c));
-      } else {
-        S padded[kChunk] = {};
-        memcpy(padded, in + c, (head_dim - c) * sizeof(S));
-        store(out + c, load(padded));
-      }
-      vec stored = load(out + c);
-      squares = fma(stored, stored, squares);
+    vec squares = zero(), others = zero();  // two, so that one need not wait for the other
+    const auto take = [&](uint32_t c, const S* from, vec& total) {
+      const vec value = load(from);
+      store(out + c, value);
+      const vec stored = kSame<S, T> ? value : load(out + c);
+      total = fma(stored, stored, total);
+    };
+    uint32_t c = 0;
+    for (; c + 2 * kChunk <= head_dim; c += 2 * kChunk) {
+      take(c, in + c, squares);
+      take(c + kChunk, in + c + kChunk, others);
     }
-    if (!(sum(squares) <= kMaxSquaredNorm) && first_bad == count) first_bad = r;  // NaN fails the comparison too
+    for (; c < dim; c += kChunk) {
+      S padded[kChunk] = {};
+      memcpy(padded, in + c, (c + kChunk <= head_dim ? kChunk : head_dim - c) * sizeof(S));
+      take(c, padded, squares);
+    }
+    if (!(sum(add(squares, others)) <= kMaxSquaredNorm) && first_bad == count)
+      first_bad = r;  // NaN fails the comparison too
   }
   return first_bad;
 }

@@ -15,8 +15,24 @@ namespace magicpig {
 
 namespace {
 
-constexpr size_t kPackChunk = 1024;
 constexpr const char* kTypeNames[kNumRowTypes] = {"bfloat16", "float16", "float32"};
+
+// Tokens that a thread copies, and of which it does all heads, keys and values, before the next, where tensors have the
+// heads of a token side by side.
+constexpr uint32_t kTaken = 64, kAtOnce = 16;
+
+bool by_token(const Geometry& geometry, const TensorView& tensor) {
+  return tensor.head_stride <= tensor.token_stride &&
+         tensor.token_stride <= size_t{2} * geometry.num_kv_heads * geometry.head_dim;
+}
+
+// Asks for part `i` of `parts` of the tokens' memory.
+void prefetch(const TensorView& tensor, size_t first, size_t count, size_t i, size_t parts) {
+  const size_t token_bytes = tensor.token_stride * element_bytes(tensor.type), bytes = count * token_bytes;
+  const char* data = tensor.data + first * token_bytes;
+  for (size_t byte = bytes * i / parts; byte < bytes * (i + 1) / parts; byte += 64)
+    __builtin_prefetch(data + byte, 0, 2);
+}
 
 }  // namespace
 
@@ -52,8 +68,20 @@ Segment::Segment(const Geometry& geometry, uint32_t count)
 void Segment::fill(const Geometry& geometry, const TensorView& keys, const TensorView& values, size_t first,
                    uint32_t at, uint32_t count) {
   const Stopwatch watch;
-  pack(geometry, keys, 0, first, at, count);
-  pack(geometry, values, row_bytes_ / 2, first, at, count);
+  const bool heads_together = by_token(geometry, keys) && by_token(geometry, values);
+  const uint32_t at_once = heads_together ? kAtOnce : kTaken;
+  parallel_for((count + kTaken - 1) / kTaken, [&](size_t task) {
+    const auto begin = static_cast<uint32_t>(task) * kTaken, end = std::min(begin + kTaken, count);
+    for (uint32_t i = begin; i < end; i += at_once) {
+      const uint32_t n = std::min(at_once, end - i), ahead = heads_together ? std::min(at_once, count - i - n) : 0;
+      for (uint32_t head = 0; head < num_kv_heads_; ++head) {
+        prefetch(keys, first + i + n, ahead, head, num_kv_heads_);
+        prefetch(values, first + i + n, ahead, head, num_kv_heads_);
+        pack(geometry, keys, head, first + i, at + i, n, 0);
+        pack(geometry, values, head, first + i, at + i, n, row_bytes_ / 2);
+      }
+    }
+  });
   row_seconds_ += watch.seconds();
 }
 
@@ -102,27 +130,19 @@ void Segment::copy(const SegmentList& segments, size_t first, uint32_t count) {
   row_seconds_ += watch.seconds();
 }
 
-// `count` rows from `at` on take the tensor's tokens from `first` on, in the half of the row that starts at byte
-// `half`.
-void Segment::pack(const Geometry& geometry, const TensorView& tensor, size_t half, size_t first, uint32_t at,
-                   uint32_t count) {
+// `count` rows of a head from `at` on take the tensor's tokens from `first` on, in the half of the row that starts at
+// byte `half`.
+void Segment::pack(const Geometry& geometry, const TensorView& tensor, uint32_t head, size_t first, uint32_t at,
+                   uint32_t count, size_t half) {
   const auto pack_rows = kernels().pack[tensor.type][geometry.type];
-  const size_t parts = (count + kPackChunk - 1) / kPackChunk;
-  parallel_for(num_kv_heads_ * parts, [&](size_t task) {
-    const size_t head = task / parts, begin = task % parts * kPackChunk,
-                 n = std::min<size_t>(kPackChunk, count - begin);
-    const char* in =
-        tensor.data + (head * tensor.head_stride + (first + begin) * tensor.token_stride) * element_bytes(tensor.type);
-    char* out = rows_.data() + (head * num_tokens_ + at + begin) * row_bytes_ + half;
-    const size_t bad =
-        pack_rows(in, tensor.token_stride, n, geometry.head_dim, out, size_t{2} * geometry.dim(), geometry.dim());
-    if (bad < n) {
-      throw std::invalid_argument(std::string(tensor.name) + " at kv head " + std::to_string(head) + ", token " +
-                                  std::to_string(first + begin + bad) +
-                                  " is NaN or infinite, or its norm exceeds 1e18 or the range of " +
-                                  kTypeNames[geometry.type]);
-    }
-  });
+  const size_t from = head * tensor.head_stride + first * tensor.token_stride;
+  char* out = rows_.data() + (size_t{head} * num_tokens_ + at) * row_bytes_ + half;
+  const size_t bad = pack_rows(tensor.data + from * element_bytes(tensor.type), tensor.token_stride, count,
+                               geometry.head_dim, out, size_t{2} * geometry.dim(), geometry.dim());
+  if (bad == count) return;
+  throw std::invalid_argument(
+      std::string(tensor.name) + " at kv head " + std::to_string(head) + ", token " + std::to_string(first + bad) +
+      " is NaN or infinite, or its norm exceeds 1e18 or the range of " + kTypeNames[geometry.type]);
 }
 
 }  // namespace magicpig

@@ -61,7 +61,8 @@ class Segment {
 
  private:
   void copy(const SegmentList& segments, size_t first, uint32_t count);
-  void pack(const Geometry& geometry, const TensorView& tensor, size_t half, size_t first, uint32_t at, uint32_t count);
+  void pack(const Geometry& geometry, const TensorView& tensor, uint32_t head, size_t first, uint32_t at,
+            uint32_t count, size_t half);
 
   uint32_t num_tokens_, num_kv_heads_;
   size_t row_bytes_;
