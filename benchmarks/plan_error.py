@@ -2,21 +2,25 @@
 
     python benchmarks/plan_error.py docs/throughput-h200.json --gpu H200 --cpu Xeon-16-cores
 
-`lsh` is planned with the share of keys that it read.
+`lsh` is planned with the share of keys that it read. Then, for each context and budget: the way
+that a plan would take, beside the best one that was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from dataclasses import asdict
 from pathlib import Path
 
-from throughput_report import read
+from throughput_report import BUDGETS, Point, best, read
 
+from magicpig.engine.memory import parse_bytes
 from magicpig.planning.costs import Load, Machine, System, systems
 from magicpig.planning.geometry import ModelGeometry, geometry_of
 from magicpig.planning.machines import CPUS, GPUS, named
+from magicpig.planning.plan import best_of, choices
 
 NAMES = {"full": "gpu-only"}
 
@@ -34,6 +38,34 @@ def planned(model: ModelGeometry, machine: Machine, point: dict[str, object]) ->
     return 1e3 * known[name].step(int(str(point["batch"]))).seconds
 
 
+def best_ways(model: ModelGeometry, machine: Machine, points: list[Point]) -> str:
+    """For each context and budget: the best way that was measured, and the one of a plan."""
+    gpu, measured = machine.gpu, {NAMES.get(p.system, p.system): p.system for p in points}
+    assert gpu
+    lines, right = [], 0
+    for context, budget in itertools.product(dict.fromkeys(p.context for p in points), BUDGETS):
+        memory = gpu.memory if budget == "none" else parse_bytes("a budget", budget)
+        there = dataclasses.replace(machine, gpu=dataclasses.replace(gpu, memory=memory))
+        read = [p.keys_read for p in points if (p.system, p.context) == ("lsh:10:150", context)]
+        load = Load(context, lsh_share=next(filter(None, read), Load.lsh_share))
+        plans = {c.system: c for c in choices(model, there, load) if c.system in measured}
+        found = {name: best(points, context, budget, measured[name]) for name in plans}
+        rates = {name: p.tokens_per_second or 0.0 for name, p in found.items() if p}
+        planned = best_of(list(plans.values()))
+        if not rates or planned is None:
+            continue
+        name = max(rates, key=lambda name: rates[name])
+        right += planned.system == name
+        lead = planned.tokens_per_second / plans[name].tokens_per_second - 1
+        lines.append(
+            f"| {context:,} | {budget} | {name}, {rates[name]:.0f} | {planned.system} "
+            f"({planned.batch}), {planned.tokens_per_second:.0f} | {lead:+.0%} |"
+        )
+    head = ["| context | GPU memory | best measured | best of plan | over the former |"]
+    rule = ["|---:|---|---|---|---:|"]
+    return "\n".join([*head, *rule, *lines, "", f"{right} of {len(lines)} best ways are named"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -42,10 +74,14 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--cpu", default="Xeon-16-cores")
+    parser.add_argument("--cpu-memory", default="115GB")
     args = parser.parse_args()
-    points = [asdict(point) for path in args.measured for point in read(path)]
+    measured_points = [point for path in args.measured for point in read(path)]
+    points = [asdict(point) for point in measured_points]
     try:
         machine = Machine(named(args.gpu, GPUS, "--gpu"), named(args.cpu, CPUS, "--cpu"))
+        memory = parse_bytes("--cpu-memory", args.cpu_memory)
+        machine = dataclasses.replace(machine, cpu=dataclasses.replace(machine.cpu, memory=memory))
         model = geometry_of(args.model)
     except ValueError as error:
         parser.error(str(error))
@@ -66,6 +102,8 @@ def main() -> None:
     for system, own in errors.items():
         size = sum(map(abs, own)) / len(own)
         print(f"{system}: mean {sum(own) / len(own):+.0%}, mean size {size:.0%}, {len(own)} points")
+    print()
+    print(best_ways(model, machine, measured_points))
 
 
 if __name__ == "__main__":

@@ -110,16 +110,22 @@ def test_newer_points_take_the_places_of_older_ones(monkeypatch, tmp_path):
 def test_plans_are_compared_with_measurements(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("plan_error")
-    monkeypatch.setattr(
-        sys, "argv", ["plan_error.py", str(BENCHMARKS.parent / "docs/throughput-h200.json")]
-    )
+    measured = BENCHMARKS.parent / "docs/throughput-h200.json"
+    monkeypatch.setattr(sys, "argv", ["plan_error.py", str(measured)])
     script.main()
-    assert "scan:2:1%: mean" in capsys.readouterr().out
-    for arguments in (["no.json"], ["--gpu", "none"]):
-        monkeypatch.setattr(sys, "argv", ["plan_error.py", str(tmp_path / "a.json"), *arguments])
-        with pytest.raises(SystemExit):
-            script.main()
-    assert not capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "scan:2:1%: mean" in shown
+    assert "| 98,304 | 24GiB | scan:2:1%, 158 | scan:2:1% (4), " in shown
+    assert "of 12 best ways are named" in shown
+    monkeypatch.setattr(sys, "argv", ["plan_error.py", str(tmp_path / "no.json")])
+    with pytest.raises(SystemExit, match=r"no\.json is not what throughput\.py writes"):
+        script.main()
+    monkeypatch.setattr(sys, "argv", ["plan_error.py", str(measured), "--gpu", "none"])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    said = capsys.readouterr()
+    assert not said.out
+    assert "--gpu 'none' is not known" in said.err
 
 
 def test_on_a_cpu_all_rows_are_in_its_memory(script, model, tmp_path, capsys):

@@ -192,9 +192,8 @@ def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
     assert len(added) == most  # those that had begun
 
 
-@pytest.fixture
-def fails_early(monkeypatch):
-    """Segments that cannot be finished: references to those that were begun."""
+def failing(monkeypatch, name):
+    """Segments that cannot be made: references to those that were begun. name: what fails."""
     monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LEAST_EARLY", 16)
     monkeypatch.setattr(segments, "LONGEST", 64)
@@ -204,8 +203,13 @@ def fails_early(monkeypatch):
         kept.append(ref(self))
         raise MemoryError("no more")
 
-    monkeypatch.setattr(GrowingSegment, "finish_from", fails)
+    monkeypatch.setattr(GrowingSegment, name, fails)
     return kept
+
+
+@pytest.fixture
+def fails_early(monkeypatch):
+    return failing(monkeypatch, "finish_from")
 
 
 def until(true):
@@ -279,15 +283,7 @@ def test_keys_are_hashed_by_the_cpu_where_a_device_has_no_memory(monkeypatch):
 
 def test_what_fails_while_a_prompt_is_read_holds_nothing(monkeypatch):
     """Neither memory nor places for hashed keys."""
-    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
-    monkeypatch.setattr(segments, "LEAST_EARLY", 16)
-    kept = []
-
-    def fails(self, *_):
-        kept.append(ref(self))
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(GrowingSegment, "add", fails)
+    kept = failing(monkeypatch, "add")
     llm = llm_for("llama", "lsh:4:12", True)
     with pytest.raises(MemoryError, match="no more"):
         llm.generate([5] * 300, PARAMS)

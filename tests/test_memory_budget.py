@@ -5,7 +5,7 @@ import torch
 from zoo import loaded
 
 from magicpig import LLM, SamplingParams
-from magicpig.engine.memory import Memory, largest_batch, parse_bytes, there_is
+from magicpig.engine.memory import Memory, Needed, largest_batch, parse_bytes, there_is
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Request
 from tests.needs import CPU, GPU, needs
@@ -45,8 +45,8 @@ def test_short_sequences_beside_a_long_one_count_as_long():
 
     def add(number, own, beside, n=1):
         params = SamplingParams(n=n)
-        sizes = Memory(0, own), Memory(), None, False, Memory(0, beside)
-        scheduler.add(Request(number, [1], params, *sizes))
+        needed = Needed(Memory(0, own), beside=Memory(0, beside))
+        scheduler.add(Request(number, [1], params, needed))
         return scheduler.next_prompt() is not None
 
     assert add(0, 40, 90)  # alone it has nobody beside it
@@ -65,7 +65,7 @@ def test_windows_count_as_the_longest_of_a_batch():
     scheduler = Scheduler(Memory(0, 100), 8)
 
     def let_in(number, windows):
-        request = Request(number, [1], SamplingParams(), windows=Memory(0, windows))
+        request = Request(number, [1], SamplingParams(), Needed(windows=Memory(0, windows)))
         scheduler.add(request)
         return scheduler.next_prompt() is request
 
@@ -109,7 +109,8 @@ def test_pinned_memory_is_given_back_where_others_need_it(monkeypatch):
     scheduler = Scheduler(Memory(100, 1), 8)
     known = []
     for host, reading in ((10, 20), (10, 40), (10, 20), (5, 30), (60, 40), (10, 90)):
-        request = Request(len(known), [1], SamplingParams(), Memory(host), Memory(reading))
+        needed = Needed(Memory(host), Memory(reading))
+        request = Request(len(known), [1], SamplingParams(), needed)
         scheduler.add(request)
         assert scheduler.next_prompt() is request
         scheduler.drop(request)
@@ -117,11 +118,12 @@ def test_pinned_memory_is_given_back_where_others_need_it(monkeypatch):
     assert known == [(20, 0), (60, 0), (60, 0), (90, 0), (40, 1), (90, 2)]
     together = Scheduler(Memory(80, 1), 8)
     for number, reading in enumerate((40, 20, 40, 20)):
-        together.add(Request(number, [1], SamplingParams(), Memory(5), Memory(reading)))
+        needed = Needed(Memory(5), Memory(reading))
+        together.add(Request(number, [1], SamplingParams(), needed))
         assert together.next_prompt()
     assert len(given_back) == 2  # there was room for all
     monkeypatch.setattr("magicpig.engine.scheduler.give_back_pinned", lambda: 1 / 0)
-    request = Request(9, [1], SamplingParams(), Memory(5), Memory(45))
+    request = Request(9, [1], SamplingParams(), Needed(Memory(5), Memory(45)))
     together.add(request)
     with pytest.raises(ZeroDivisionError):
         together.next_prompt()
@@ -134,15 +136,21 @@ def test_pinned_far_contexts_are_given_back_when_they_are_gone(monkeypatch):
     monkeypatch.setattr("magicpig.engine.scheduler.give_back_pinned", lambda: given_back.append(1))
     scheduler, known = Scheduler(Memory(100, 1), 8), []
     for number, host in enumerate((30, 40, 20, 50)):
-        request = Request(number, [1], SamplingParams(), Memory(host), pinned=host)
+        request = Request(number, [1], SamplingParams(), Needed(Memory(host), pinned=host))
         scheduler.add(request)
         assert scheduler.next_prompt() is request
         scheduler.drop(request)
         scheduler.drop(request)  # counts once
         known.append((scheduler._pinned_before, len(given_back)))
     assert known == [(30, 0), (70, 0), (90, 0), (50, 1)]
-    assert needs("kv-stream", GPU).pins
-    assert not any(needs(*asked).pins for asked in (("kv-stream", CPU), ("lsh:4:12", GPU)))
+    for method, device, pins in (
+        ("kv-stream", GPU, True),
+        ("kv-stream", CPU, False),
+        ("lsh:4:12", GPU, False),
+    ):
+        needed = needs(method, device).request(1000, 30, 1, False)
+        assert needed.pinned == (needed.own.host if pins else 0)
+        assert needed.own.host
 
 
 @pytest.mark.parametrize(
@@ -156,7 +164,7 @@ def test_pinned_far_contexts_are_given_back_when_they_are_gone(monkeypatch):
     ],
 )
 def test_small_sizes_are_told_in_megabytes(there, said):
-    request = Request(0, [1], SamplingParams(), Memory(2 * 10**9, 99_000_000), Memory())
+    request = Request(0, [1], SamplingParams(), Needed(Memory(2 * 10**9, 99_000_000)))
     with pytest.raises(MemoryError, match=said):
         Scheduler(there, 8).add(request)
 

@@ -161,8 +161,8 @@ def test_windows_of_mixed_lengths_were_estimated(device):
             most = max(most, layer.window.nbytes)
         most *= 3
     windows = asked.windows(500, 20)
-    assert 0.5 * most < 3 * (windows.device or windows.host) / LAYERS
-    assert most <= 3 * (windows.device or windows.host) / LAYERS
+    counted = 3 * (windows.device or windows.host) / LAYERS
+    assert most <= counted < 1.6 * most
 
 
 def test_windows_of_sliding_layers_grow_by_steps():

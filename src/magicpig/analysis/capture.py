@@ -18,7 +18,7 @@ from magicpig.config import WindowConfig
 from magicpig.engine.memory import heads_of
 from magicpig.engine.runner import Prefill, Runner
 from magicpig.hf.cache import BatchLayer
-from magicpig.hf.tagged import begin_pass
+from magicpig.hf.tagged import forget_pass
 from magicpig.models import LoadedModel
 
 
@@ -112,7 +112,7 @@ class Reader:
     def read_starts(self, token_ids: list[list[int]]) -> Starts:
         """Short inputs of one length, as a batch: their first and their last tokens' states."""
         cache = self._begin(token_ids[0], 1).cache
-        begin_pass()
+        forget_pass()
         with self.runner.threads():
             out: Any = self.runner.model(
                 input_ids=torch.tensor(token_ids, device=self.runner.device),

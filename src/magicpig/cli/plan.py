@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +13,7 @@ import typer
 from magicpig.cli.inputs import one_length
 
 if TYPE_CHECKING:
-    from magicpig.planning.machines import Cpu, Gpu
+    from magicpig.planning.costs import Machine
 
 WORDS = """
 batch: the smallest that has nearly the most tokens/s, "of" those that fit; GPU, CPU: memory that it
@@ -82,7 +82,6 @@ def plan(
     from magicpig.planning import plan as planning
     from magicpig.planning.costs import Load, Machine
     from magicpig.planning.geometry import geometry_of
-    from magicpig.planning.machines import CPUS, any_gpu, named
 
     if listed:
         return show_machines(as_json)
@@ -97,18 +96,9 @@ def plan(
     ]
     bandwidth = quantity("--cpu-bandwidth", cpu_bandwidth, "300GB/s")
     memory = quantity("--cpu-memory", cpu_memory, "256GiB")
-    if here and cpu is not None:
-        raise ValueError("--here measures this machine's CPU: leave --cpu out, or --here")
-    without = gpu is not None and gpu.strip().lower() == "none"
-    if without and any(of_gpu):
-        raise ValueError(
-            "--gpu-memory limits a GPU, as --gpu-bandwidth does, and --gpu is none: leave one out"
-        )
-    chosen_gpu = None if without or (here and not gpu) else any_gpu(gpu or "L20", *of_gpu)
-    chosen_cpu = named(cpu or "Xeon-8563C", CPUS, "--cpu")
     geometry = geometry_of(model)
-    if here:
-        chosen_gpu, chosen_cpu = measured(chosen_gpu, gpu is None, of_gpu)
+    machine = machine_for(gpu, of_gpu, cpu, here)
+    chosen_cpu = machine.cpu
     if cores:
         chosen_cpu = chosen_cpu.with_cores(cores)
     if bandwidth:
@@ -117,30 +107,47 @@ def plan(
     if memory:
         chosen_cpu = replace(chosen_cpu, memory=memory)
     load = Load(tokens, lsh_share, scan_share)
-    report = planning.as_dict(geometry, Machine(chosen_gpu, chosen_cpu), load, batch)
+    report = planning.as_dict(geometry, Machine(machine.gpu, chosen_cpu), load, batch)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
 
 
-def measured(gpu: Gpu | None, own: bool, limits: Sequence[float | None]) -> tuple[Gpu | None, Cpu]:
-    """This machine's CPU. own: and its GPU, if it has one, with these limits; else the given."""
-    from rich.console import Console
-
+def machine_for(
+    gpu: str | None, limits: Sequence[float | None], cpu: str | None, here: bool
+) -> Machine:
+    """By names, or this one; limits: memory and bandwidth of the GPU."""
+    from magicpig.planning.costs import Machine
     from magicpig.planning.here import this_cpu, this_gpu
-    from magicpig.planning.machines import limited
+    from magicpig.planning.machines import CPUS, any_gpu, limited, named
 
-    console = Console(stderr=True)
-    with console.status("measuring this machine") if console.is_terminal else nullcontext():
-        cpu, found = this_cpu(), this_gpu() if own else gpu
-    if own and found:
-        found = limited(found, *limits)
-    elif own:
+    if here and cpu is not None:
+        raise ValueError("--here measures this machine's CPU: leave --cpu out, or --here")
+    without = gpu is not None and gpu.strip().lower() == "none"
+    if without and any(limits):
+        raise ValueError(
+            "--gpu-memory limits a GPU, as --gpu-bandwidth does, and --gpu is none: leave one out"
+        )
+    known = None if without or (here and gpu is None) else any_gpu(gpu or "L20", *limits)
+    if not here:
+        return Machine(known, named(cpu or "Xeon-8563C", CPUS, "--cpu"))
+    with measuring():
+        own = this_gpu() if gpu is None else None
+        found = Machine(limited(own, *limits) if own else known, this_cpu())
+    if gpu is None and own is None:
         if any(limits):
             raise ValueError("--gpu-memory limits a GPU, and there is none here: name one by --gpu")
         print("magicpig: there is no GPU here; --gpu plans for one all the same", file=sys.stderr)
-    return found, cpu
+    return found
+
+
+def measuring() -> AbstractContextManager[object]:
+    """Says so, where somebody watches."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console.status("measuring this machine") if console.is_terminal else nullcontext()
 
 
 def show(report: dict[str, Any]) -> None:

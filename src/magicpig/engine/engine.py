@@ -59,19 +59,8 @@ class Engine:
         self._check(prompt_ids, known)
         new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
         needs, length = self.runner.needs, len(prompt_ids)
-        needed = needs.of(length, new_tokens, params.n, known is not None)
-        request = Request(
-            next(self._ids),
-            list(prompt_ids),
-            params,
-            needed,
-            needs.reading(length),
-            known,
-            keep_prompt,
-            beside=needs.beside(length, new_tokens),
-            windows=needs.windows(length, new_tokens),
-            pinned=needed.host if needs.pins else 0,
-        )
+        needed = needs.request(length, new_tokens, params.n, known is not None)
+        request = Request(next(self._ids), list(prompt_ids), params, needed, known, keep_prompt)
         self.scheduler.add(request)
         self._requests[request.id] = request
         return request

@@ -24,7 +24,7 @@ from magicpig.attention.exchange_on_gpu import write_stamp
 from magicpig.attention.gpu import is_out_of_memory, leave_pool
 from magicpig.config import draws_on_gpus
 from magicpig.engine.recorded import Attention, attention_of
-from magicpig.hf.tagged import DecodeLayer, begin_pass
+from magicpig.hf.tagged import DecodeLayer, forget_pass
 from magicpig.kv.courier import own_stream
 from magicpig.kv.device_scan import DeviceScan
 from magicpig.kv.hybrid_layer import HybridLayer
@@ -78,7 +78,7 @@ class StepGraphs:
         with torch.cuda.stream(stream):
             try:
                 self._begin()
-                begin_pass()
+                forget_pass()
                 out = model(
                     input_ids=self._ids[0],
                     position_ids=self._ids[1],
@@ -89,7 +89,7 @@ class StepGraphs:
                 self._logits: Tensor = out.logits[:, -1].contiguous()
                 self._close()
             except BaseException:
-                begin_pass()
+                forget_pass()
                 if self._recording is not None:
                     try:
                         self._end()

@@ -69,6 +69,22 @@ class Memory:
         return self.host <= there.host and self.device <= there.device
 
 
+@dataclass(frozen=True)
+class Needed:
+    """What a request may come to need.
+
+    own: whoever else is there. reading: beside that, while its prompt is read; one is at a time.
+    windows: for each sequence of a batch as much as for the longest. beside: likewise, where there
+    are two or more. pinned: bytes of `own`, which torch keeps for others when it ends.
+    """
+
+    own: Memory = Memory()
+    reading: Memory = Memory()
+    windows: Memory = Memory()
+    beside: Memory = Memory()
+    pinned: int = 0
+
+
 def parse_bytes(name: str, value: int | str) -> int:
     """Bytes, from a number or a text like 24GiB, 48GB, 300MB, 8B."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -97,6 +113,17 @@ class Needs:
     device: torch.device
     part_tokens: int
 
+    def request(self, prompt_tokens: int, new_tokens: int, n: int, known: bool) -> Needed:
+        """As in `of`."""
+        own = self.of(prompt_tokens, new_tokens, n, known)
+        return Needed(
+            own,
+            self.reading(prompt_tokens),
+            self.windows(prompt_tokens, new_tokens),
+            self.beside(prompt_tokens, new_tokens),
+            own.host if self._pins else 0,
+        )
+
     def of(self, prompt_tokens: int, new_tokens: int, n: int = 1, known: bool = False) -> Memory:
         """Of the far contexts of n completions of a prompt, till they end; they share it, until it
         is merged or grows.
@@ -118,7 +145,7 @@ class Needs:
                 total += Memory(0, rows + index)
             else:
                 total += Memory(rows + index, index if self._codes_there(i) else 0)
-        if self.pins:
+        if self._pins:
             total += Memory(0, n * (prompt_tokens + new_tokens) * self._vectors)  # layer by layer
         return total
 
@@ -166,7 +193,7 @@ class Needs:
             copies, far = (n, far + moved) if moved >= 2 * block else (1, far)
             tokens = math.ceil(method.kept_share * far)
             rows = tokens * self._vectors
-            if self.pins and isinstance(method, KvStream):
+            if self._pins and isinstance(method, KvStream):
                 rows = 2 * _power_of_two(rows // 2)
             return copies * rows, copies * method.index_bytes(shape, tokens)
         index: IndexConfig | None = getattr(method, "index", None)
@@ -233,7 +260,7 @@ class Needs:
         return int(self.part_tokens * widths * self.dtype.itemsize) + hashing + RECORDED
 
     @property
-    def pins(self) -> bool:
+    def _pins(self) -> bool:
         """Whether far contexts are in pinned memory."""
         return self._elsewhere and isinstance(self.plan.method, KvStream)
 

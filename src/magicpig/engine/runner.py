@@ -36,7 +36,7 @@ from magicpig.engine.pace import Pace
 from magicpig.engine.support import ROTARY_BY_LENGTH, check_supported, check_weights, rotary_kinds
 from magicpig.hf.attention import ENGINE, register
 from magicpig.hf.cache import BatchLayer
-from magicpig.hf.tagged import DecodeLayer, begin_pass
+from magicpig.hf.tagged import DecodeLayer, forget_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.courier import current, here, turns
 from magicpig.kv.layer import DTYPES
@@ -352,7 +352,7 @@ class Runner:
         self, token_ids: list[list[int]], positions: list[list[int]], cache: Cache
     ) -> Tensor:
         """Logits [batch, vocab] after the last token of each row."""
-        begin_pass()
+        forget_pass()
         try:
             out = self.model(
                 input_ids=torch.tensor(token_ids, device=self.device),
@@ -362,6 +362,6 @@ class Runner:
                 logits_to_keep=1,
             )
         except BaseException:
-            begin_pass()
+            forget_pass()
             raise
         return out.logits[:, -1]  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ class Scheduler:
         self._pinned_before = 0  # of far contexts that are gone
 
     def add(self, request: Request) -> None:
-        memory = _together([request]) + request.reading
+        memory = _together([request]) + request.needed.reading
         for name, needed, there in (
             ("", memory.host, self.budget.host),
             ("of the GPU's memory ", memory.device, self.budget.device),
@@ -52,13 +52,13 @@ class Scheduler:
             return None
         request, let_in = self.waiting[0], self._let_in.values()
         needed = _together([*let_in, request])
-        reading = reduce(Memory.most, (other.reading for other in let_in), request.reading)
+        reading = reduce(Memory.most, (other.needed.reading for other in (*let_in, request)))
         sequences = sum(other.params.n for other in let_in) + request.params.n
         fits = (needed + reading).fits(self.budget) and sequences <= self.max_sequences
         if let_in and not fits:
             return None
         if self.budget.device:
-            self._pin(request.reading.host, needed.host)
+            self._pin(request.needed.reading.host, needed.host)
         self._let_in[request.id] = request
         return self.waiting.popleft()
 
@@ -92,13 +92,13 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         if self._let_in.pop(request.id, None):
-            self._pinned_before += request.pinned
+            self._pinned_before += request.needed.pinned
 
 
 def _together(requests: list[Request]) -> Memory:
     """What requests need at the same time, when their prompts are read."""
-    needed = sum((request.needed for request in requests), Memory())
+    needed = sum((request.needed.own for request in requests), Memory())
     count = sum(request.params.n for request in requests)
-    windows = reduce(Memory.most, (request.windows for request in requests))
-    beside = reduce(Memory.most, (request.beside for request in requests))
+    windows = reduce(Memory.most, (request.needed.windows for request in requests))
+    beside = reduce(Memory.most, (request.needed.beside for request in requests))
     return needed + windows * count + (beside * count if count > 1 else Memory())

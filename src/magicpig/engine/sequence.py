@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
-from magicpig.engine.memory import Memory
+from magicpig.engine.memory import Needed
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.sampler import Choice, Sampler
 from magicpig.engine.text import Detokenizer
@@ -47,9 +47,6 @@ class Event:
 class Request:
     """A prompt and what is wanted of it.
 
-    needed: the memory it may come to need. reading: beside that, while its prompt is read.
-    beside, windows: for each sequence of a batch that it is in; see Needs. pinned: bytes of
-    `needed` that are pinned, which are kept for others when it ends.
     known: keys and values of the prompt's first tokens, read before.
     keep_prompt: whether `prompt` is to hold the prompt's keys and values once it is read.
     """
@@ -57,13 +54,9 @@ class Request:
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    needed: Memory = field(default_factory=Memory)
-    reading: Memory = field(default_factory=Memory)
+    needed: Needed = field(default_factory=Needed)
     known: SequenceKV | None = None
     keep_prompt: bool = False
-    beside: Memory = field(default_factory=Memory)
-    windows: Memory = field(default_factory=Memory)
-    pinned: int = 0
     prompt: SequenceKV | None = None
     sequences: list[Sequence] = field(default_factory=list)
     # By time.perf_counter: reading the prompt began, it was done, the last completion ended.

@@ -16,7 +16,7 @@ from magicpig.attention.plan import Plan, make_plan
 from magicpig.config import LSHConfig, WindowConfig
 from magicpig.hf.attention import DROP_IN, register
 from magicpig.hf.cache import BatchLayer, full_attention_layers
-from magicpig.hf.tagged import begin_pass
+from magicpig.hf.tagged import forget_pass
 
 __all__ = ["enable"]
 
@@ -34,7 +34,7 @@ class _Enabled:
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A torch hook: the model's full-attention layers get caches of ours."""
-        begin_pass()
+        forget_pass()
         names = list(inspect.signature(model.forward).parameters)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         cache = kwargs.get("past_key_values")

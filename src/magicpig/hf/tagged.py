@@ -76,7 +76,7 @@ class TaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
 
 
-def begin_pass() -> None:
+def forget_pass() -> None:
     """Before a forward pass, and after one that failed, of which it lets go: nothing is expected
     from what was before."""
     layer: TaggedLayer | None = getattr(_expecting, "layer", None)
