@@ -130,6 +130,7 @@ def test_a_machine_without_a_gpu():
     assert rows["cpu-dense"]["cpu_memory_bytes"] > 16e9 + 12e9
     shown = run("--gpu", "none", "--model", "llama-2-7b", "--context", "8k").stdout
     assert "L20" not in shown
+    assert "gpu-only" not in shown
 
 
 def test_the_default_model_on_two_cores_is_met():

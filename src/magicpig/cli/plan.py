@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WORDS = """
 batch: the smallest that has nearly the most tokens/s, "of" those that fit; GPU, CPU: memory that it
-takes; gpu-only is --method full, the others are methods by their names."""
+takes; systems are methods by their names"""
 
 
 def quantity(flag: str, text: str | None, example: str = "24GiB") -> float | None:
@@ -199,7 +199,7 @@ def show(report: dict[str, Any]) -> None:
             row["bound"],
         )
     Console(highlight=False, width=120).print(table)
-    print(WORDS)
+    print(f"{WORDS}, gpu-only is --method full." if gpu else f"{WORDS}.")
     best = report["best"]
     print(
         f"* {best} gives the most tokens/s. Estimates: docs/performance.md says how far off."
