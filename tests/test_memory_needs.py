@@ -156,7 +156,7 @@ def test_windows_of_mixed_lengths_were_estimated(device):
     else:
         config, shape = WindowConfig(4, 8, 256), replace(asked._shape, device=CPU)
         layer = asked.plan.method.new_layer(shape, config, 1)
-        for tokens in (300, *[1] * 200):
+        for tokens in (300, *[1] * 220):
             layer.window.append(*torch.zeros(2, KV_HEADS, tokens, DIM).bfloat16())
             most = max(most, layer.window.nbytes)
         most *= 3
