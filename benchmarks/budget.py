@@ -43,9 +43,10 @@ def run(llm: LLM, context: int, new_tokens: int) -> dict[str, float]:
     for _ in range(fits + 1):
         prompt = torch.randint(vocabulary, (context,), generator=generator).tolist()
         engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    if engine.runner.device.type == "cuda":
+    cuda = engine.runner.device.type == "cuda"
+    if cuda:
         torch.cuda.reset_peak_memory_stats()  # of making the weights
-    most, start, done = 0, time.perf_counter(), 0
+    most, start, done, taken = 0, time.perf_counter(), 0, 0
     with Progress(console=console) as progress:
         task = progress.add_task("tokens", total=(fits + 1) * new_tokens)
         while engine.has_work:
@@ -54,14 +55,18 @@ def run(llm: LLM, context: int, new_tokens: int) -> dict[str, float]:
                 if event.error:
                     raise SystemExit(f"a request failed: {event.error}")
             most = max(most, len(engine.scheduler.running))
+            if cuda:
+                free, total = torch.cuda.mem_get_info()
+                taken = max(taken, total - free)
             done += len(events)
             progress.update(task, completed=done)
     found = {"fits": fits, "most": most, "seconds": time.perf_counter() - start}
-    if engine.runner.device.type == "cuda":
+    if cuda:
         found["allocated"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()
         free, total = torch.cuda.mem_get_info()
         found["libraries"] = total - free - torch.cuda.memory_reserved()  # other programs' too
+        found["in_all"] = taken
     return found
 
 
@@ -103,7 +108,8 @@ def main() -> None:
         print(
             f"GPU: {found['allocated'] / 1e9:.2f} GB allocated at the peak, "
             f"{found['reserved'] / 1e9:.2f} GB reserved, and {found['libraries'] / 1e9:.2f} GB of "
-            f"CUDA's own ({LIBRARIES / 1e9:.1f} are counted); limit {args.gpu_memory}"
+            f"CUDA's own ({LIBRARIES / 1e9:.2f} are counted); "
+            f"{found['in_all'] / 1e9:.2f} GB in all, limit {args.gpu_memory}"
         )
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))

@@ -12,7 +12,7 @@ from magicpig import LLM, SamplingParams, WindowConfig
 from magicpig.attention.gpu import give_back_pinned
 from magicpig.engine.memory import Memory
 from magicpig.engine.runner import Runner
-from magicpig.kv import courier, device_index, segments, tray
+from magicpig.kv import courier, device_index, host_prompt, segments, tray
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.seats import Seats
 from magicpig.kv.sequence import SequenceKV
@@ -194,7 +194,7 @@ def test_the_limit_of_a_gpus_memory_is_kept():
         tight = LLM(
             LoadedModel(loaded("llama").model.cuda(), here.tokenizer, "llama", here.path),
             method="full",
-            gpu_memory="820MB",
+            gpu_memory="1170MB",
         )
         with pytest.raises(MemoryError, match="of the GPU's memory"):
             tight.engine.add([5] * 4000, SamplingParams(max_tokens=10, n=60))
@@ -202,8 +202,10 @@ def test_the_limit_of_a_gpus_memory_is_kept():
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_pinned_memory_is_given_back_where_there_is_little():
+def test_pinned_memory_is_given_back_where_there_is_little(monkeypatch):
     """Of a long prompt, before a short one is read that has no room beside it."""
+    monkeypatch.setattr(host_prompt, "BLOCK", 1 << 16)
+    monkeypatch.setattr(host_prompt, "SMALL_BLOCK", 1 << 12)
     llm = cuda_llm("scan:2:10%")
     needs, scheduler = llm.engine.runner.needs, llm.engine.scheduler
     params = SamplingParams(max_tokens=10, ignore_eos=True)

@@ -13,7 +13,8 @@ from test_found_elsewhere import assert_same
 from zoo import loaded
 
 from magicpig import LLM, SamplingParams, WindowConfig
-from magicpig.kv import device_index, hybrid_layer, segments
+from magicpig.kv import device_index, host_prompt, hybrid_layer, segments
+from magicpig.kv.courier import Courier
 from magicpig.kv.device_index import GrowingSegment
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
@@ -22,9 +23,16 @@ from magicpig.kv.prompt import Prompt
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def many_blocks(monkeypatch):
+    """Of eight tokens of the models here."""
+    monkeypatch.setattr(host_prompt, "SMALL_BLOCK", 1024)
+
+
 @pytest.mark.parametrize("expected", [0, 10, 100])
-def test_it_holds_what_a_prompt_holds(expected):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("block", [50, 96, 1000, 1 << 20])  # bytes; a token takes 96
+def test_it_holds_what_a_prompt_holds(monkeypatch, expected, block):
+    monkeypatch.setattr(host_prompt, "SMALL_BLOCK", block)
     plain, on_host = Prompt(), HostPrompt(expected)
     for tokens in (7, 1, 20, 3):
         keys, values = torch.randn(2, 1, 3, tokens, 8)
@@ -35,8 +43,10 @@ def test_it_holds_what_a_prompt_holds(expected):
         if tokens != 20:
             on_host.release()
         on_host.fetch(on_host.num_tokens + 5)
-        for mine, theirs in zip(on_host.row(0, 2, None), plain.row(0, 2, None), strict=True):
-            assert torch.equal(mine, theirs)
+        for first in (2, on_host.num_tokens):
+            rows = on_host.row(0, first, None), plain.row(0, first, None)
+            for mine, theirs in zip(*rows, strict=True):
+                assert torch.equal(mine, theirs)
     assert on_host.like.shape == plain.like.shape == (1, 3, 0, 8)
     on_host.select(torch.tensor([0]))
     with pytest.raises(ValueError, match=r"a batch of one, not \[0, 0\]"):
@@ -46,6 +56,29 @@ def test_it_holds_what_a_prompt_holds(expected):
         prompt.append(keys, values)
     for mine, theirs in zip(on_host.tensors, plain.tensors, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_memory_comes_when_it_is_needed(monkeypatch):
+    """In blocks that prompts of any length can have, and small ones for short prompts."""
+    sizes = []
+    take = Courier.host_memory
+
+    def counted(self, shape, dtype):
+        taken = take(self, shape, dtype)
+        sizes.append(taken.nbytes)
+        return taken
+
+    monkeypatch.setattr(Courier, "host_memory", counted)
+    monkeypatch.setattr(host_prompt, "BLOCK", 8192)
+    for expected, block, most in ((10_000, 8192, 4), (20, 1024, 32)):
+        prompt, taken = HostPrompt(expected), []
+        for tokens in (40, 80, 40):
+            prompt.append(*torch.randn(2, 1, 3, tokens, 8))
+            taken.append(len(sizes))
+        assert set(sizes) == {block // 96 * 96}
+        assert taken[0] < taken[1] <= taken[2] == most
+        assert sum(sizes) // 2 < prompt.num_tokens * 96 + block
+        sizes.clear()
 
 
 def llm_for(name, method, on_host, part_tokens=16):
@@ -118,9 +151,10 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
     far, index = length - 12, early.layers[1].far.index
     sizes = segments.early_pieces(far, index) if far >= 32 else [far]
     assert early.layers[1].far.segment_sizes == sizes
-    ends = sum(args[4] for args in built)
+    ends = sum(args[3] for args in built)
     assert ends == (layers * len(sizes) if far >= 32 else 0)
-    assert sum(args[2][0].shape[1] - args[3] for args in built) == (layers * far if ends else 0)
+    tokens = sum(keys.shape[1] for args in built for keys, _ in args[2][0])
+    assert tokens == (layers * far if ends else 0)
     for one, other in zip(plain.layers, early.layers, strict=True):
         assert one.num_tokens == other.num_tokens == length
         for mine, theirs in zip(one.read(), other.read(), strict=True):
@@ -168,6 +202,7 @@ def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room
 def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
     monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LEAST_EARLY", 16)
+    monkeypatch.setattr(host_prompt, "SMALL_BLOCK", 1 << 20)  # a part of a prompt is added at once
     added, go_on = [], threading.Event()
     add = GrowingSegment.add
 

@@ -13,6 +13,7 @@ from magicpig.attention.plan import make_plan
 from magicpig.attention.scan import Scan
 from magicpig.engine.memory import Memory, Needs
 from magicpig.kv.far_tokens import FarTokens
+from magicpig.kv.host_prompt import BLOCK, SMALL_BLOCK
 from magicpig.kv.seats import Seats
 from magicpig.kv.segments import appended
 from tests.needs import CPU, DIM, GPU, KV_HEADS, LAYERS, VECTORS, WINDOW, codes_of, needs, of_8b
@@ -42,15 +43,18 @@ def test_far_contexts_are_the_hosts_and_windows_the_gpus():
 
 
 def test_prompts_take_more_while_they_are_read():
-    pinned = 2 * 2**16  # keys and values of 1,000 tokens take 64,000 bytes each
+    pinned = 2 * SMALL_BLOCK  # keys and values of 1,000 tokens take 64,000 bytes each
     reading = needs("cpu-dense", GPU).reading(1000)
     assert reading == Memory(LAYERS * pinned, 3 * 1000 * VECTORS)
     assert needs("full", GPU).reading(1000) == Memory(0, 2 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).reading(1000)
     signs, norms = 2**14, 2**13  # of 1,024 keys of two heads: three words of 16 bits each, a float
     assert mixed == Memory(2 * (pinned + signs + norms), 3 * 1000 * VECTORS)
-    for one, other in ((600, 1000), (1025, 2048), (70_000, 131_072)):  # blocks of the same sizes
-        assert len({needs("lsh:4:12", GPU).reading(n).host for n in (one, other)}) == 1
+    mixed = needs("lsh:4:12", GPU, dense=(0, 2)).blocks(1000)
+    assert mixed == {SMALL_BLOCK: 2 * pinned, signs: 2 * signs, norms: 2 * norms}
+    long = needs("cpu-dense", GPU).blocks(300_000)  # 19.2 MB
+    assert long == {BLOCK: 2 * LAYERS * 3 * BLOCK}
+    assert needs("lsh:4:12", CPU).blocks(1000) == needs("full", GPU).blocks(1000) == {}
     codes = LAYERS * codes_of(988)  # which come when they are read
     assert needs("scan:2:1%", GPU).reading(1000).device == 3 * 1000 * VECTORS - codes
     none = Scan(2, 0.01, exact_below=2000)

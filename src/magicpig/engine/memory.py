@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
 from magicpig.config import IndexConfig, WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import bytes_ahead, bytes_hashing
+from magicpig.kv.device_index import bytes_hashing, sizes_ahead
+from magicpig.kv.host_prompt import block_of, tokens_of
 from magicpig.kv.seats import ROOM
 from magicpig.kv.segments import (
     BUILT_AT_ONCE,
@@ -38,11 +40,11 @@ from magicpig.kv.segments import (
 )
 
 SHARE = 0.9  # of the host's memory that is free, for keys, values and indexes
-DEVICE_SHARE = 0.93  # of what a device has for them; the rest is between what it gives out
+DEVICE_SHARE = 0.96  # of what a device has for them; the rest is between what it gives out
 AT_HAND = 3  # layers' worth of a prompt on the device: as it comes, as it is kept, and of the next
 FINISHED_AT_ONCE = 3  # layers of a prompt in host memory, made far
 FINISHED = 2  # layers' worth of memory that it takes to make one far, on the device
-LIBRARIES = 600_000_000  # bytes that CUDA and its libraries take of a GPU
+LIBRARIES = 950_000_000  # bytes that CUDA and its libraries take of a GPU, in the end
 # Bytes of work space for matrix products, of two halves and of what is recorded of each, and of
 # what graphs have for themselves.
 RECORDED = 200_000_000
@@ -75,7 +77,8 @@ class Needed:
 
     own: whoever else is there. reading: beside that, while its prompt is read; one is at a time.
     windows: for each sequence of a batch as much as for the longest. beside: likewise, where there
-    are two or more. pinned: bytes of `own`, which torch keeps for others when it ends.
+    are two or more. pinned: bytes of `own`, which torch keeps for others when it ends. blocks:
+    bytes of `reading`, which it keeps likewise, by the size of blocks.
     """
 
     own: Memory = Memory()
@@ -83,6 +86,7 @@ class Needed:
     windows: Memory = Memory()
     beside: Memory = Memory()
     pinned: int = 0
+    blocks: Mapping[int, int] = field(default_factory=dict)
 
 
 def parse_bytes(name: str, value: int | str) -> int:
@@ -122,6 +126,7 @@ class Needs:
             self.windows(prompt_tokens, new_tokens),
             self.beside(prompt_tokens, new_tokens),
             own.host if self._pins else 0,
+            self.blocks(prompt_tokens),
         )
 
     def of(self, prompt_tokens: int, new_tokens: int, n: int = 1, known: bool = False) -> Memory:
@@ -216,8 +221,6 @@ class Needs:
     def reading(self, prompt_tokens: int) -> Memory:
         """Beside that, while the prompt is read, and then made far: some of its layers are there
         twice; and while a layer that the device keeps grows, of which there is a copy then.
-
-        Pinned memory for a prompt is kept for the next one.
         """
         layers = [i for i, layer in enumerate(self._layers) if _is_full(layer)]
         layer = prompt_tokens * self._vectors
@@ -233,17 +236,24 @@ class Needs:
             if self._codes_there(i)
         )
         device = max(device, layer if len(pinned) < len(layers) else 0)
-        block = _power_of_two(layer // 2)
-        host = 2 * len(pinned) * block
+        return Memory(sum(self.blocks(prompt_tokens).values()), max(0, device))
+
+    def blocks(self, prompt_tokens: int) -> dict[int, int]:
+        """Bytes of pinned memory that a prompt is read to, by the size of its blocks, in which
+        torch keeps it for the next one."""
+        found: Counter[int] = Counter()
+        layers = [i for i, layer in enumerate(self._layers) if _is_full(layer)]
+        pinned = sum(self.plan.of(i).on_host for i in layers) if self._elsewhere else 0
+        token = self._vectors // 2  # bytes of a key, or of a value
+        block = block_of(prompt_tokens * token)
+        found[block] += 2 * pinned * -(-prompt_tokens // tokens_of(block, token)) * block
         if isinstance(self.plan.method, Lsh):
-            # As much for all prompts that have the same blocks, which they have from each other.
-            tokens = block // (self._vectors // 2)
-            each = bytes_ahead(
-                self.plan.method.index, self._shape.num_kv_heads, min(tokens, LONGEST)
-            )
-            sizes = 1 if tokens <= LONGEST else 2  # full segments, and the rest
-            host += sizes * min(MOST_AHEAD + BUILT_AT_ONCE, len(pinned)) * each
-        return Memory(host, max(0, device))
+            at_once = min(MOST_AHEAD + BUILT_AT_ONCE, pinned)
+            for tokens in set(pieces(prompt_tokens)):
+                heads, index = self._shape.num_kv_heads, self.plan.method.index
+                for each in map(_power_of_two, sizes_ahead(index, heads, tokens)):
+                    found[each] += at_once * each
+        return {size: nbytes for size, nbytes in found.items() if nbytes}
 
     def workspace(self) -> int:
         """Of the device, for a part of a prompt on its way through a layer, for hashing it, and for

@@ -7,11 +7,11 @@ time: what only that takes counts once.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from functools import reduce
 
 from magicpig.attention.gpu import give_back_pinned
-from magicpig.engine.memory import Memory, size
+from magicpig.engine.memory import Memory, Needed, size
 from magicpig.engine.sequence import Request, Sequence
 
 
@@ -24,7 +24,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
         self._let_in: dict[int, Request] = {}
-        self._pinned: set[int] = set()  # bytes of prompts, by size
+        self._blocks: Counter[int] = Counter()  # bytes of prompts, by the size of blocks
         self._pinned_before = 0  # of far contexts that are gone
 
     def add(self, request: Request) -> None:
@@ -58,19 +58,20 @@ class Scheduler:
         if let_in and not fits:
             return None
         if self.budget.device:
-            self._pin(request.needed.reading.host, needed.host)
+            self._pin(request.needed, needed.host)
         self._let_in[request.id] = request
         return self.waiting.popleft()
 
-    def _pin(self, nbytes: int, needed: int) -> None:
-        """Prompts are in pinned memory, which torch keeps for others that take as much of it; it is
-        given back where there is no room for it beside what those need who were let in."""
-        others = sum(self._pinned - {nbytes}) + self._pinned_before
-        if others and needed + nbytes + others > self.budget.host:
+    def _pin(self, own: Needed, needed: int) -> None:
+        """Prompts are in pinned memory, which torch keeps for others with blocks of the same size;
+        it is given back where there is no room for it beside what those need who were let in."""
+        blocks = Counter(own.blocks)
+        others = (self._blocks - blocks).total() + self._pinned_before
+        if others and needed + own.reading.host + others > self.budget.host:
             give_back_pinned()
-            self._pinned.clear()
+            self._blocks.clear()
             self._pinned_before = 0
-        self._pinned.add(nbytes)
+        self._blocks |= blocks
 
     def start(self, request: Request) -> None:
         """The prompt is read: its sequences take part in decode steps."""

@@ -216,7 +216,10 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                 mass = None if self.mass is None else self.mass[i]
                 if mass is not None and visible_here is not None:
                     mass = mass[:, visible_here.to(mass.device)]
-                row.extend(*self.prompt.row(i, first, visible_here), mass)
+                if row is self.early and isinstance(self.prompt, HostPrompt):
+                    self.early.finish_early(self.prompt)
+                else:
+                    row.extend(*self.prompt.row(i, first, visible_here), mass)
         self.rows, self.known, self.prompt, self.mass = rows, [], None, None
         self.early = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 
@@ -27,18 +27,21 @@ class Courier:
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
-    def send(self, source: Tensor, target: Tensor) -> Errand:
-        """Begins to copy one to the other, once what is asked of the device now is done.
+    def send(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Errand:
+        """Begins to copy the first of each pair to the second, once what is asked of the device now
+        is done, and behind what was sent before.
 
-        Both contiguous, one of them in `host_memory`. The device's is not to be let go before the
-        errand's `before_device`.
+        All contiguous, one of each pair in `host_memory`. The device's are not to be let go before
+        the errand's `before_device`.
         """
         if self._stream is None:
-            target.copy_(source)
+            for source, target in copies:
+                target.copy_(source)
             return Errand(None, self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return Errand(event, self.device)
@@ -48,11 +51,11 @@ class Courier:
         host = self.host_memory(tuple(tensor.shape), tensor.dtype)
         if self._stream is not None:
             tensor.record_stream(self._stream)
-        return host, self.send(tensor, host)
+        return host, self.send([(tensor, host)])
 
 
 class Errand:
-    """A copy on its way."""
+    """Copies on their way."""
 
     def __init__(self, event: torch.cuda.Event | None, device: torch.device) -> None:
         self._event, self._device = event, device

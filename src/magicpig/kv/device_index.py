@@ -6,7 +6,7 @@ for projections within rounding of zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from queue import Empty, SimpleQueue
@@ -36,7 +36,7 @@ def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor)
         if not isinstance(kv.index, LSHConfig) or own.shape[1] < kv.index.shortest_indexed:
             kv.append(_on_host(own), values_here)
             continue
-        found = _found_by(device, own, kv)
+        found = _found_by(device, [own], kv)
         if found is None:
             kv.append(_on_host(own), values_here)
         else:
@@ -52,10 +52,13 @@ class GrowingSegment:
         self.has_tables = isinstance(kv.index, LSHConfig) and tokens >= kv.index.shortest_indexed
         self._native = _native.GrowingSegment(kv._native, tokens)
         self._ahead: _Ahead | None = None
+        self._keys: list[Tensor] = []  # to be hashed when all are there
 
     def add(self, keys: Tensor, values: Tensor) -> None:
         """The next tokens [num_kv_heads, tokens, head_dim], in host memory."""
         self._native.add(keys, values)
+        if self.has_tables:
+            self._keys.append(keys)
 
     def hash_ahead(self, keys: Tensor) -> None:
         """Of all tokens, while the device has them; where the host has room for what it finds."""
@@ -63,12 +66,12 @@ class GrowingSegment:
             with suppress(Empty), _as_far_as_memory_goes():
                 self._ahead = _Ahead(keys, self.kv)
 
-    def finish_from(self, device: torch.device, keys: Tensor) -> None:
-        """When all are there, whose keys these are: the far context gets them. For hash tables, the
-        device hashes them, if it has not done so."""
+    def finish_from(self, device: torch.device) -> None:
+        """When all are there: the far context gets them. For hash tables, the device hashes their
+        keys, if it has not done so."""
         if not self.has_tables:
             return self._native.finish()
-        ahead, self._ahead = self._ahead, None
+        (ahead, self._ahead), (keys, self._keys) = (self._ahead, None), (self._keys, [])
         self._native.finish(ahead.found if ahead else _found_by(device, keys, self.kv))
 
 
@@ -101,14 +104,29 @@ class _Ahead:
         return _for_native(*(tensor for tensor, _ in self._found))
 
 
-def _found_by(device: torch.device, keys: Tensor, kv: LayerKV) -> Any:
-    """What the native core wants to know of keys; None where the device has no memory to find it
-    out: the native core can too."""
+def _found_by(device: torch.device, keys: Sequence[Tensor], kv: LayerKV) -> Any:
+    """What the native core wants to know of keys, which come in parts; None where the device has no
+    memory to find it out: the native core can too."""
     assert isinstance(kv.index, LSHConfig)
     with _as_far_as_memory_goes(), turns(device), current(device):
-        found = hash_keys(keys.to(device, non_blocking=True).to(kv.dtype), kv.index)
+        found = hash_keys(_side_by_side(keys, device).to(kv.dtype), kv.index)
         return _for_native(*map(_on_host, found))
     return None
+
+
+def _side_by_side(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Keys [num_kv_heads, tokens, head_dim] as one tensor on the device, and not twice there."""
+    if len(parts) == 1:
+        return parts[0].to(device, non_blocking=True)
+    heads, _, dim = parts[0].shape
+    tokens = sum(part.shape[1] for part in parts)
+    there = torch.empty(tokens, heads, dim, dtype=parts[0].dtype, device=device)
+    first = 0
+    for part in parts:
+        last = first + part.shape[1]
+        there[first:last].copy_(part.transpose(0, 1), non_blocking=True)
+        first = last
+    return there.transpose(0, 1)
 
 
 @contextmanager
@@ -124,10 +142,9 @@ def _for_native(means: Tensor, inv_norms: Tensor, signs: Tensor) -> Any:
     return means, inv_norms, signs.numpy().view(np.uint16)
 
 
-def bytes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> int:
-    """Of the host's memory, for what is found of keys of so many tokens, in powers of two."""
-    each = 4 * num_kv_heads * tokens, 2 * num_kv_heads * words_of(lsh) * tokens
-    return sum(1 << (size - 1).bit_length() for size in each)
+def sizes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> tuple[int, int]:
+    """Bytes of the host's memory, for what is found of keys of so many tokens: norms and signs."""
+    return 4 * num_kv_heads * tokens, 2 * num_kv_heads * words_of(lsh) * tokens
 
 
 def bytes_hashing(lsh: LSHConfig, shape: LayerShape) -> int:

@@ -1,131 +1,162 @@
 """HostPrompt: keys and values of a prompt while it is read, in host memory.
 
 For models on a GPU whose far context belongs to the CPU: of all tokens read so far, the device
-holds those of the layer at hand and of the next one, which is fetched meanwhile.
+holds those of the layer at hand and of the next one, which is fetched meanwhile. Host memory is
+pinned, which takes as long as reading a prompt does: it comes in blocks, when they are needed, so
+that the GPU works meanwhile. Blocks are of few sizes, so that other prompts can have them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from magicpig.kv.courier import Errand, courier
 
-State = tuple[Tensor, Tensor]  # keys and values [tokens, kv_heads, dim]
+State = tuple[Tensor, Tensor]  # keys and values
+BLOCK, SMALL_BLOCK = 8 << 20, 1 << 20  # bytes of keys, or of values
+
+
+def block_of(nbytes: int) -> int:
+    """Bytes of a block, for keys of a prompt that take so many."""
+    return BLOCK if nbytes >= BLOCK else SMALL_BLOCK
+
+
+def tokens_of(block: int, token_bytes: int) -> int:
+    return max(1, block // token_bytes)
 
 
 class HostPrompt:
-    """As Prompt, of a batch of one. Tokens lie one after another, so that any range is one stretch.
+    """As Prompt, of a batch of one. Tokens lie one after another, so that any range is one stretch
+    in each block.
 
-    expected: tokens that are likely to come in all, to make room for at once.
+    expected: tokens that are likely to come in all.
     """
 
     def __init__(self, expected: int = 0) -> None:
         self.expected = expected
         self.num_tokens = 0
-        self._host: State | None = None
-        self._on_device: State | None = None
-        self._arriving: list[Errand] = []
-        self._leaving: list[Errand] = []
+        self._block_tokens = 0
+        self._blocks: list[State] = []  # [block_tokens, kv_heads, dim]
+        self._on_device: State | None = None  # [tokens and room, kv_heads, dim]
+        self._arriving: Errand | None = None
+        self._leaving: Errand | None = None  # behind which all that left before is there
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Tokens [1, kv_heads, tokens, dim] on the device."""
         new = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        last = self.num_tokens + len(new[0])
+        first, last = self.num_tokens, self.num_tokens + len(new[0])
         self._make_room(last, new[0])
         if self._on_device is not None and len(self._on_device[0]) < last:
             self.release()
         self.fetch(last)
-        part, self.num_tokens = slice(self.num_tokens, last), last
-        assert self._host is not None
-        for mine, tokens in zip(self._arrived(), new, strict=True):
-            mine[part] = tokens
-        self._leaving += [
-            self._courier.send(mine[part], host[part])
-            for mine, host in zip(self._arrived(), self._host, strict=True)
-        ]
+        there, self.num_tokens = self._arrived(), last
+        for mine, tokens in zip(there, new, strict=True):
+            mine[first:last] = tokens
+        self._leaving = self._courier.send(
+            (mine[here], block)
+            for here, blocks in self._stretches(first, last)
+            for mine, block in zip(there, blocks, strict=True)
+        )
 
     def _make_room(self, tokens: int, like: Tensor) -> None:
         """In host memory."""
-        if self._host is None:
-            self._courier = courier(like.device)
-        capacity = 0 if self._host is None else len(self._host[0])
-        if tokens <= capacity:
-            return
-        shape = (max(tokens, capacity + capacity // 4, self.expected), *like.shape[1:])
-        grown = [self._courier.host_memory(shape, like.dtype) for _ in range(2)]
-        if self._host is not None:
-            self._settle()
-            for new, old in zip(grown, self._host, strict=True):
-                new[: len(old)] = old
-        self._host = grown[0], grown[1]
+        if not self._blocks:
+            token_bytes = like[0].nbytes
+            size = block_of(max(tokens, self.expected) * token_bytes)
+            self._courier, self._block_tokens = courier(like.device), tokens_of(size, token_bytes)
+        shape = (self._block_tokens, *like.shape[1:])
+        while len(self._blocks) * self._block_tokens < tokens:
+            keys, values = (self._courier.host_memory(shape, like.dtype) for _ in range(2))
+            self._blocks.append((keys, values))
+
+    def _stretches(self, first: int, last: int) -> Iterator[tuple[slice, State]]:
+        """Where tokens are in host memory: some of them, and what holds these."""
+        while first < last:
+            block, place = divmod(first, self._block_tokens)
+            end = min(last, (block + 1) * self._block_tokens)
+            keys, values = self._blocks[block]
+            held = slice(place, place + end - first)
+            yield slice(first, end), (keys[held], values[held])
+            first = end
 
     def fetch(self, room: int) -> None:
         """Begins to bring the tokens to the device, to memory with room for so many in all."""
-        if self._on_device is not None or self._host is None:
+        if self._on_device is not None or not self._blocks:
             return
-        shape, dtype = (room, *self._host[0].shape[1:]), self._host[0].dtype
-        device = self._courier.device
-        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        like = self._blocks[0][0]
+        keys, values = (
+            torch.empty(room, *like.shape[1:], dtype=like.dtype, device=self._courier.device)
+            for _ in range(2)
+        )
         self._on_device = keys, values
         if self.num_tokens:  # what is still leaving arrives first: copies keep their order
-            part = slice(0, self.num_tokens)
-            self._arriving = [
-                self._courier.send(host[part], mine[part])
-                for host, mine in zip(self._host, self._on_device, strict=True)
-            ]
+            self._arriving = self._courier.send(
+                (block, mine[there])
+                for there, blocks in self._stretches(0, self.num_tokens)
+                for block, mine in zip(blocks, (keys, values), strict=True)
+            )
 
     def release(self) -> None:
         """The device does not need the tokens for now; its next work may have their memory."""
-        for errand in (*self._arriving, *self._leaving):
-            errand.before_device()
-        self._on_device, self._arriving = None, []
+        for errand in (self._arriving, self._leaving):
+            if errand:
+                errand.before_device()
+        self._on_device = self._arriving = None
 
     def __del__(self) -> None:
         self.release()
 
     def _arrived(self) -> State:
         assert self._on_device is not None
-        for errand in self._arriving:
-            errand.before_device()
-        self._arriving = []
+        if self._arriving:
+            self._arriving.before_device()
+            self._arriving = None
         return self._on_device
-
-    def _settle(self) -> None:
-        for errand in self._leaving:
-            errand.before_host()
-        self._leaving = []
 
     @property
     def like(self) -> Tensor:
         """Of the kind of keys [1, kv_heads, 0, dim] that are appended."""
-        assert self._host is not None
-        _, kv_heads, dim = self._host[0].shape
-        dtype, device = self._host[0].dtype, self._courier.device
+        _, kv_heads, dim = self._blocks[0][0].shape
+        dtype, device = self._blocks[0][0].dtype, self._courier.device
         return torch.empty(1, kv_heads, 0, dim, dtype=dtype, device=device)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> State:
         """Views of keys and values [1, kv_heads, tokens, dim] on the device."""
         self.fetch(self.num_tokens)
         keys, values = (x[: self.num_tokens].transpose(0, 1)[None] for x in self._arrived())
         return keys, values
 
-    def row(self, i: int, first: int, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    def row(self, i: int, first: int, visible: Tensor | None) -> State:
         """Keys and values [kv_heads, tokens, dim] from token `first` on, in host memory."""
         assert i == 0
         assert visible is None
-        assert self._host is not None
-        self._settle()
-        keys, values = (x[first : self.num_tokens].transpose(0, 1) for x in self._host)
+        return self.here(first, self.num_tokens)
+
+    def here(self, first: int, last: int) -> State:
+        """Keys and values [kv_heads, tokens, dim] in host memory, copied if they are in several
+        blocks."""
+        stretches, copies = self.part(first, last)
+        if copies:
+            copies.before_host()
+        if not stretches:
+            return self.like[0].cpu(), self.like[0].cpu()
+        if len(stretches) == 1:
+            return stretches[0]
+        keys, values = (torch.cat(tensors, 1) for tensors in zip(*stretches, strict=True))
         return keys, values
 
-    def part(self, first: int, last: int) -> tuple[Tensor, Tensor, list[Errand]]:
-        """Keys and values [kv_heads, tokens, dim] in host memory, once copies are made that may be
-        under way."""
-        assert self._host is not None
-        keys, values = (x[first:last].transpose(0, 1) for x in self._host)
-        return keys, values, list(self._leaving)
+    def part(self, first: int, last: int) -> tuple[list[State], Errand | None]:
+        """Keys and values [kv_heads, tokens, dim] in host memory, block by block, once copies are
+        made that may be under way."""
+        stretches = [
+            (keys.transpose(0, 1), values.transpose(0, 1))
+            for _, (keys, values) in self._stretches(first, last)
+        ]
+        return stretches, self._leaving
 
     def keys_there(self, first: int, last: int) -> Tensor:
         """Keys [kv_heads, tokens, dim] on the device, before they are released."""

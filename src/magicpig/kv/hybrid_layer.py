@@ -26,7 +26,7 @@ from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import Errand, beside
 from magicpig.kv.device_index import GrowingSegment, append_from
 from magicpig.kv.device_window import DeviceWindow
-from magicpig.kv.host_prompt import HostPrompt
+from magicpig.kv.host_prompt import HostPrompt, State
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.seats import together
@@ -60,7 +60,7 @@ class HybridLayer(NativeLayer):
 
     def build_early(self, prompt: HostPrompt, expected: int) -> None:
         """Begins to make tokens far of a prompt that is being read, those that have come.
-        `extend`, with all tokens, waits for it. What went wrong before is told.
+        `finish_early` waits for it. What went wrong before is told.
 
         expected: tokens that the prompt will have.
         """
@@ -78,17 +78,9 @@ class HybridLayer(NativeLayer):
             end = min(there, last)
             if end == last:
                 self._growing.hash_ahead(prompt.keys_there(sinks + first, sinks + end))
-            tokens = prompt.part(sinks + first, sinks + end)
+            tokens = prompt.part(sinks + self.num_early, sinks + end)
             before = self._early[-1] if self._early else None
-            work = partial(
-                _build,
-                weakref.ref(self),
-                self._growing,
-                tokens,
-                self.num_early - first,
-                end == last,
-                before,
-            )
+            work = partial(_build, weakref.ref(self), self._growing, tokens, end == last, before)
             self._early = [*self._early, _builder(os.getpid()).submit(work)]
             self.num_early = end
 
@@ -102,15 +94,14 @@ class HybridLayer(NativeLayer):
         finally:
             jobs = []  # what they may raise holds this frame
 
-    def extend(self, keys: Tensor, values: Tensor, mass: Tensor | None = None) -> None:
-        if self.num_early:
-            self._hear(wait=True)
-            self.num_early, self._growing = 0, None
-            sinks = self.config.sinks
-            self._append(keys[:, :sinks], values[:, :sinks])
-            rest = slice(sinks + self.far.num_tokens, None)
-            keys, values = keys[:, rest], values[:, rest]
-        super().extend(keys, values, mass)
+    def finish_early(self, prompt: HostPrompt) -> None:
+        """When all of it is read: with the tokens that were not made far early."""
+        self._hear(wait=True)
+        self.num_early, self._growing = 0, None
+        far = self.far.num_tokens
+        if far:
+            self._append(*prompt.here(0, self.config.sinks))
+        self.extend(*prompt.here(self.config.sinks + far if far else 0, prompt.num_tokens))
 
     def _append_far(self, far: LayerKV, keys: Tensor, values: Tensor) -> None:
         append_from(self.shape.device, far, keys, values)
@@ -151,15 +142,13 @@ def _builder(process_id: int) -> ThreadPoolExecutor:
 def _build(
     known: weakref.ref[HybridLayer],
     growing: GrowingSegment,
-    tokens: tuple[Tensor, Tensor, Sequence[Errand]],
-    place: int,
+    tokens: tuple[Sequence[State], Errand | None],
     is_last: bool,
     before: Future[None] | None,
 ) -> None:
     """Adds tokens to a layer's segment, if that is still wanted.
 
-    tokens: the segment's, up to these, which begin at `place`. is_last: whether it is full then.
-    before: what has to be done first.
+    is_last: whether it is full then. before: what has to be done first.
     """
     layer = None
     try:
@@ -168,14 +157,15 @@ def _build(
         layer = known()
         if layer is None:
             return
-        keys, values, copies = tokens
-        for errand in copies:
-            errand.before_host()
-        device, count = layer.shape.device, keys.shape[1] - place
+        stretches, copies = tokens
+        if copies:
+            copies.before_host()
+        device, count = layer.shape.device, sum(keys.shape[1] for keys, _ in stretches)
         with torch.inference_mode(), beside(device), trace.span("segment", tokens=count):
-            growing.add(keys[:, place:], values[:, place:])
+            for keys, values in stretches:
+                growing.add(keys, values)
             if is_last:
-                growing.finish_from(device, keys)
+                growing.finish_from(device)
     finally:
         layer = before = None  # what may be raised holds this frame, and they what is raised
 
