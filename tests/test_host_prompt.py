@@ -47,6 +47,7 @@ def test_it_holds_what_a_prompt_holds(monkeypatch, expected, block):
             rows = on_host.row(0, first, None), plain.row(0, first, None)
             for mine, theirs in zip(*rows, strict=True):
                 assert torch.equal(mine, theirs)
+                assert mine.transpose(0, 1).is_contiguous()
     assert on_host.like.shape == plain.like.shape == (1, 3, 0, 8)
     on_host.select(torch.tensor([0]))
     with pytest.raises(ValueError, match=r"a batch of one, not \[0, 0\]"):

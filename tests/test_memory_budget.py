@@ -5,7 +5,7 @@ import torch
 from zoo import loaded
 
 from magicpig import LLM, SamplingParams
-from magicpig.engine.memory import Memory, Needed, largest_batch, parse_bytes, there_is
+from magicpig.engine.memory import Memory, Needed, largest_batch, parse_bytes, there_is, usable
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Request
 from tests.needs import CPU, GPU, needs
@@ -205,6 +205,9 @@ def test_limits_are_no_larger_than_what_a_gpu_has(monkeypatch):
     half = there_is(asked, 10**9, "1GB", "5GB")
     assert 2.6e9 < half.device < 2.8e9
     assert limits[-1] == pytest.approx(4.05 / 24)
+    # CUDA may have taken less than it will: all that there is, is the most that it can be
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (22_500_000_000, 24 * 10**9))
+    assert there_is(asked, 10**9, "1GB", None).device == usable(asked, 10**9, 24 * 10**9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**8, 24 * 10**9))
     for limit in (None, "80GiB"):
         with pytest.raises(ValueError, match=r"the GPU has 2\.05 GB, and 2\.15 GB are needed"):

@@ -122,7 +122,7 @@ class Needs:
         own = self.of(prompt_tokens, new_tokens, n, known)
         return Needed(
             own,
-            self.reading(prompt_tokens),
+            self.reading(prompt_tokens, known),
             self.windows(prompt_tokens, new_tokens),
             self.beside(prompt_tokens, new_tokens),
             own.host if self._pins else 0,
@@ -218,9 +218,12 @@ class Needs:
             return not self._elsewhere
         return isinstance(method, (CpuDense, Lsh, Scan))
 
-    def reading(self, prompt_tokens: int) -> Memory:
+    def reading(self, prompt_tokens: int, known: bool = False) -> Memory:
         """Beside that, while the prompt is read, and then made far: some of its layers are there
         twice; and while a layer that the device keeps grows, of which there is a copy then.
+
+        known: as in `of`; such prompts are made far when all is read, from copies in host memory,
+        and so are those of methods in torch.
         """
         layers = [i for i, layer in enumerate(self._layers) if _is_full(layer)]
         layer = prompt_tokens * self._vectors
@@ -236,7 +239,10 @@ class Needs:
             if self._codes_there(i)
         )
         device = max(device, layer if len(pinned) < len(layers) else 0)
-        return Memory(sum(self.blocks(prompt_tokens).values()), max(0, device))
+        host = sum(self.blocks(prompt_tokens).values())
+        if known or self._pins:
+            host += 2 * min(FINISHED_AT_ONCE, len(pinned)) * layer
+        return Memory(host, max(0, device))
 
     def blocks(self, prompt_tokens: int) -> dict[int, int]:
         """Bytes of pinned memory that a prompt is read to, by the size of its blocks, in which
@@ -331,7 +337,8 @@ def there_is(
     torch.cuda.set_per_process_memory_fraction(1.0, needs.device)  # another may have set it
     free, total = torch.cuda.mem_get_info(needs.device)
     others = max(0, torch.cuda.memory_allocated(needs.device) - weights)  # of this process
-    most = free + torch.cuda.memory_reserved(needs.device) - others + LIBRARIES
+    # Of what free lacks, CUDA has taken some; what it will take in the end is counted below.
+    most = min(free + torch.cuda.memory_reserved(needs.device) + LIBRARIES, total) - others
     if limit < most:
         share = min(1.0, (limit - LIBRARIES) / total)
         torch.cuda.set_per_process_memory_fraction(share, needs.device)

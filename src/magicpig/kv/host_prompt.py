@@ -138,7 +138,7 @@ class HostPrompt:
 
     def here(self, first: int, last: int) -> State:
         """Keys and values [kv_heads, tokens, dim] in host memory, copied if they are in several
-        blocks."""
+        blocks; as in these, any range of tokens is one stretch."""
         stretches, copies = self.part(first, last)
         if copies:
             copies.before_host()
@@ -146,7 +146,10 @@ class HostPrompt:
             return self.like[0].cpu(), self.like[0].cpu()
         if len(stretches) == 1:
             return stretches[0]
-        keys, values = (torch.cat(tensors, 1) for tensors in zip(*stretches, strict=True))
+        keys, values = (
+            torch.cat([tensor.transpose(0, 1) for tensor in tensors]).transpose(0, 1)
+            for tensors in zip(*stretches, strict=True)
+        )
         return keys, values
 
     def part(self, first: int, last: int) -> tuple[list[State], Errand | None]:
