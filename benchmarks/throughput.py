@@ -75,7 +75,7 @@ ALL = [16384, 32768, 98304], ["24GiB", "40GiB", "48GiB", "none"], [1, 2, 4, 8, 1
 QUICK = [98304], ["24GiB"], [1, 4]
 NEW_TOKENS = 64
 ATTENTION = ("far context", "attention")  # spans on the CPU
-WARM_UP = 5  # steps, until graphs are recorded
+WARM_UP = 5  # steps, until they are recorded
 TRACED = 3  # steps
 LEAST_STEPS = 5
 console = Console(stderr=True, highlight=False)
@@ -172,23 +172,8 @@ class Bench:
         fits: list[str],
         at_least: float,
     ) -> Point:
-        number = itertools.count()
-
-        def step() -> float:
-            i = next(number)
-            ids = [(7 * i + 13 * j) % 1000 + 10 for j in range(len(kvs))]
-            start = time.perf_counter()
-            with runner.threads():
-                logits = runner.decode(kvs, ids)
-                logits.argmax(-1).tolist()  # waits for the device
-                for kv in kvs:
-                    kv.settle()
-            return time.perf_counter() - start
-
-        # Both ways to run a batch are tried before one is timed.
-        tried = 2 * pace.STEPS if runner.graphs and runner.halves and len(kvs) > 1 else 0
-        for _ in range(WARM_UP + tried):
-            step()
+        step = steps_of(runner, kvs)
+        warm_up(runner, kvs, step)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         before, spent = [kv.cost for kv in kvs], thread_seconds(kvs)
@@ -228,6 +213,31 @@ class Bench:
         )
 
 
+def steps_of(runner: Runner, kvs: list[SequenceKV]) -> Callable[[], float]:
+    """A step at each call, as the engine makes it; gives its seconds. Token ids rotate."""
+    number = itertools.count()
+
+    def step() -> float:
+        i = next(number)
+        ids = [(7 * i + 13 * j) % 1000 + 10 for j in range(len(kvs))]
+        start = time.perf_counter()
+        with runner.threads():
+            logits = runner.decode(kvs, ids)
+            logits.argmax(-1).tolist()  # waits for the device
+            for kv in kvs:
+                kv.settle()
+        return time.perf_counter() - start
+
+    return step
+
+
+def warm_up(runner: Runner, kvs: list[SequenceKV], step: Callable[[], float]) -> None:
+    """Until steps are recorded, and both ways to run a batch were tried."""
+    tried = 2 * pace.STEPS if runner.graphs and runner.halves and len(kvs) > 1 else 0
+    for _ in range(WARM_UP + tried):
+        step()
+
+
 def busy(step: Callable[[], float]) -> tuple[float, float, float | None]:
     """Shares of a step in which the CPU attends, and in which the GPU works; and microseconds
     between calls of attention."""
@@ -238,14 +248,24 @@ def busy(step: Callable[[], float]) -> tuple[float, float, float | None]:
             trace.recording(Path(folder) / "step.json") as it,
         ):
             whole = 1e6 * step()
-            spans = [event for event in it.as_dict()["traceEvents"] if event["ph"] == "X"]
-        attention = [s for s in spans if s["pid"] == trace.CPU and s["name"] in ATTENTION]
+            spans = spans_of(it.as_dict())
+        attention = attending(spans)
         cpu.append(covered(attention) / whole)
         gpu.append(covered([span for span in spans if span["pid"] == trace.GPU]) / whole)
         attention.sort(key=lambda span: float(span["ts"]))
         between += [b["ts"] - a["ts"] - a["dur"] for a, b in itertools.pairwise(attention)]
     middle = statistics.median(between) if between else None
     return statistics.median(cpu), statistics.median(gpu), middle
+
+
+def spans_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a trace."""
+    return [event for event in found["traceEvents"] if event["ph"] == "X"]
+
+
+def attending(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those in which the CPU attends to far contexts."""
+    return [span for span in spans if span["pid"] == trace.CPU and span["name"] in ATTENTION]
 
 
 def covered(spans: list[dict[str, Any]]) -> float:

@@ -46,6 +46,8 @@ def script(monkeypatch):
         ("budget", "--context 1k,2k", "the context must be one length, not '1k,2k'"),
         ("budget", "--new-tokens 0", "--new-tokens: must be a whole number from 1, not '0'"),
         ("budget", "--json .", "--json: '.' is a folder"),
+        ("timeline", "--batch 0", "--batch: must be a whole number from 1, not '0'"),
+        ("timeline", "--trace .", "--trace: '.' is a folder"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(script, capsys, name, arguments, message):
@@ -58,7 +60,7 @@ def test_bad_arguments_are_refused_at_once(script, capsys, name, arguments, mess
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["throughput", "prefill", "budget"])
+@pytest.mark.parametrize("name", ["throughput", "prefill", "budget", "timeline"])
 def test_without_a_gpu_it_is_said(script, capsys, name):
     with pytest.raises(SystemExit):
         script(name, "--device", "cuda")
@@ -138,3 +140,38 @@ def test_on_a_cpu_all_rows_are_in_its_memory(script, model, tmp_path, capsys):
     assert full["fits"] == ["none"]
     assert full["host_bytes"] == sparse["host_bytes"] > 0
     assert "does not fit" not in capsys.readouterr().out
+
+
+def span(pid, tid, name, begin, end):
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": begin, "dur": end - begin}
+
+
+def test_a_trace_tells_what_works_at_the_same_time(script, tmp_path, capsys):
+    """Two halves: one on the CPU while the other is on the GPU, for a part of the time."""
+    events = [
+        {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "CPU"}},
+        span(1, 1, "decode", 0, 1000),
+        span(1, 1, "half", 0, 1000),
+        span(1, 1, "far context", 0, 300),
+        span(1, 2, "far context", 200, 500),
+        span(2, 7, "model", 400, 700),
+        span(2, 8, "window", 600, 900),
+    ]
+    trace, picture = tmp_path / "steps.json", tmp_path / "steps.png"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    script("timeline", "--model", "smollm2", "--read", str(trace), "--plot", str(picture))
+    assert "| 1.0 | two halves | 50% | 50% | 10% |" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for text, message in (("{}", "is no trace"), ('{"traceEvents": []}', "has no decode steps")):
+        trace.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            script("timeline", "--model", "smollm2", "--read", str(trace))
+
+
+def test_steps_are_traced(script, model, tmp_path, capsys):
+    out = tmp_path / "steps.json"
+    given = "--model", model, "--context", "1k", "--method", "cpu-dense", "--trace", str(out)
+    script("timeline", *given, "--batch", "2", "--steps", "2")
+    assert "| whole |" in capsys.readouterr().out
+    names = [event["name"] for event in json.loads(out.read_text())["traceEvents"]]
+    assert names.count("decode") == 2
