@@ -222,8 +222,7 @@ class Needs:
         """Beside that, while the prompt is read, and then made far: some of its layers are there
         twice; and while a layer that the device keeps grows, of which there is a copy then.
 
-        known: as in `of`; such prompts are made far when all is read, from copies in host memory,
-        and so are those of methods in torch.
+        known: as in `of`; such prompts are made far when all is read, from copies in host memory.
         """
         layers = [i for i, layer in enumerate(self._layers) if _is_full(layer)]
         layer = prompt_tokens * self._vectors
@@ -240,7 +239,7 @@ class Needs:
         )
         device = max(device, layer if len(pinned) < len(layers) else 0)
         host = sum(self.blocks(prompt_tokens).values())
-        if known or self._pins:
+        if known:
             host += 2 * min(FINISHED_AT_ONCE, len(pinned)) * layer
         return Memory(host, max(0, device))
 

@@ -219,9 +219,19 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                 if row is self.early and isinstance(self.prompt, HostPrompt):
                     self.early.finish_early(self.prompt)
                 else:
-                    row.extend(*self.prompt.row(i, first, visible_here), mass)
+                    row.extend(*self._tokens_for(row, i, first, visible_here), mass)
         self.rows, self.known, self.prompt, self.mass = rows, [], None, None
         self.early = None
+
+    def _tokens_for(
+        self, row: SequenceLayer, i: int, first: int, visible: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prompt's row i, where this sequence has use for them."""
+        assert self.prompt
+        if isinstance(self.prompt, HostPrompt) and isinstance(row, TensorLayer):
+            keys, values = self.prompt.tensors
+            return keys[i, :, first:], values[i, :, first:]
+        return self.prompt.row(i, first, visible)
 
     def _check_visible(self, visible: Tensor | None) -> None:
         if visible is None:
