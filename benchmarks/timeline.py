@@ -1,7 +1,7 @@
 """What a GPU and the CPU do in decode steps: a trace for Perfetto, figures, and a picture.
 
     python benchmarks/timeline.py --trace steps.json --plot steps.png
-    python benchmarks/timeline.py --read steps.json --plot steps.png     a trace that is there
+    python benchmarks/timeline.py --read steps.json --plot steps.png    a trace that is there
     python benchmarks/timeline.py --device cpu --model smollm2 --context 2k
 
 Weights are random, and so are keys and values, as in throughput.py. Steps are traced once it is
@@ -26,10 +26,9 @@ from throughput import Bench, attending, covered, spans_of, steps_of, warm_up
 
 from magicpig import trace
 from magicpig.cli.inputs import one_length
-from magicpig.planning.geometry import config_of
 
 COLORS = {"far context": "C1", "attention": "C1", "model": "C0", "window": "C2"}
-LAYERS_SHOWN = 6
+LAYERS_SHOWN = 5
 console = Console(stderr=True, highlight=False)
 
 Span = dict[str, Any]
@@ -61,23 +60,23 @@ def table(spans: list[Span]) -> str:
     return f"{head}\n| {' | '.join(cells)} |"
 
 
-def plot(spans: list[Span], layers: int, path: Path) -> None:
+def plot(spans: list[Span], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [span for span in spans if span["name"] == "decode"]
-    step = steps[len(steps) // 2]
-    begin = step["ts"] + step["dur"] / 2
-    end = begin + step["dur"] * min(0.5, LAYERS_SHOWN / layers)
+    far = sorted(attending(spans), key=lambda span: float(span["ts"]))
+    own = [span["ts"] for span in far if span["tid"] == far[0]["tid"]]
+    middle = len(own) // 2
+    begin, end = own[middle], own[min(middle + LAYERS_SHOWN, len(own) - 1)]
     shown = [
         span
         for span in by_gpu(spans) + attending(spans)
         if span["ts"] < end and span["ts"] + span["dur"] > begin
     ]
     lanes = sorted({(-span["pid"], span["tid"]) for span in shown})
-    figure, axis = pyplot.subplots(figsize=(11, 0.7 + 0.5 * len(lanes)))
+    figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.5 * len(lanes)))
     for name in dict.fromkeys(span["name"] for span in shown):
         label: str | None = name
         for place, (process, thread) in enumerate(lanes):
@@ -106,7 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
     )
-    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
+    parser.add_argument("--device", type=argument(a_device), help="cuda (the default) or cpu")
     context = argument(lambda text: one_length("the context", text))
     parser.add_argument("--context", type=context, default="32k")
     parser.add_argument("--method", type=argument(a_method), default="lsh:10:150")
@@ -116,7 +115,11 @@ def main() -> None:
     parser.add_argument("--plot", type=argument(new_file))
     parser.add_argument("--read", type=Path, help="a trace that is there: nothing is run")
     args = parser.parse_args()
-    layers = config_of(args.model).get_text_config(decoder=True).num_hidden_layers
+    if not args.read and not args.device:
+        try:
+            args.device = a_device("cuda")
+        except ValueError as error:
+            parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         path = args.read or args.trace or Path(folder) / "steps.json"
         if not args.read:
@@ -128,11 +131,11 @@ def main() -> None:
             spans = spans_of(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise SystemExit(f"{path} is no trace: {error!r}") from None
-        if not any(span["name"] == "decode" for span in spans):
-            raise SystemExit(f"{path} has no decode steps")
+        if not any(span["name"] == "decode" for span in spans) or not attending(spans):
+            raise SystemExit(f"{path} has no decode steps in which the CPU attends")
     print(table(spans))
     if args.plot:
-        plot(spans, layers, args.plot)
+        plot(spans, args.plot)
 
 
 if __name__ == "__main__":

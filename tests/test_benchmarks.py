@@ -16,8 +16,8 @@ def script(monkeypatch):
     """Runs a script, given its name and its arguments."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
-    def run(name, *arguments):
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--device", "cpu", *arguments])
+    def run(name, *arguments, device=("--device", "cpu")):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *device, *arguments])
         importlib.import_module(name).main()
 
     return run
@@ -63,7 +63,7 @@ def test_bad_arguments_are_refused_at_once(script, capsys, name, arguments, mess
 @pytest.mark.parametrize("name", ["throughput", "prefill", "budget", "timeline"])
 def test_without_a_gpu_it_is_said(script, capsys, name):
     with pytest.raises(SystemExit):
-        script(name, "--device", "cuda")
+        script(name, device=())
     assert "torch sees no GPU here: --device cpu does without" in capsys.readouterr().err
 
 
@@ -117,7 +117,7 @@ def test_plans_are_compared_with_measurements(monkeypatch, tmp_path, capsys):
     script.main()
     shown = capsys.readouterr().out
     assert "scan:2:1%: mean" in shown
-    assert "| 98,304 | 24GiB | scan:2:1%, 158 | scan:2:1% (4), " in shown
+    assert "| 98,304 | 24GiB | scan:2:1%, 167 | scan:2:1% (4), " in shown
     assert "of 12 best ways are named" in shown
     monkeypatch.setattr(sys, "argv", ["plan_error.py", str(tmp_path / "no.json")])
     with pytest.raises(SystemExit, match=r"no\.json is not what throughput\.py writes"):
@@ -159,13 +159,13 @@ def test_a_trace_tells_what_works_at_the_same_time(script, tmp_path, capsys):
     ]
     trace, picture = tmp_path / "steps.json", tmp_path / "steps.png"
     trace.write_text(json.dumps({"traceEvents": events}))
-    script("timeline", "--model", "smollm2", "--read", str(trace), "--plot", str(picture))
+    script("timeline", "--read", str(trace), "--plot", str(picture), device=())
     assert "| 1.0 | two halves | 50% | 50% | 10% |" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     for text, message in (("{}", "is no trace"), ('{"traceEvents": []}', "has no decode steps")):
         trace.write_text(text)
         with pytest.raises(SystemExit, match=message):
-            script("timeline", "--model", "smollm2", "--read", str(trace))
+            script("timeline", "--read", str(trace))
 
 
 def test_steps_are_traced(script, model, tmp_path, capsys):
