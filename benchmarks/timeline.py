@@ -67,9 +67,9 @@ def plot(spans: list[Span], path: Path) -> None:
     from matplotlib import pyplot
 
     far = sorted(attending(spans), key=lambda span: float(span["ts"]))
-    own = [span["ts"] for span in far if span["tid"] == far[0]["tid"]]
-    middle = len(own) // 2
-    begin, end = own[middle], own[min(middle + LAYERS_SHOWN, len(own) - 1)]
+    own = [span for span in far if span["tid"] == far[0]["tid"]]
+    first, last = own[len(own) // 2], own[min(len(own) // 2 + LAYERS_SHOWN, len(own)) - 1]
+    begin, end = first["ts"], last["ts"] + last["dur"]
     shown = [
         span
         for span in by_gpu(spans) + attending(spans)
@@ -80,22 +80,21 @@ def plot(spans: list[Span], path: Path) -> None:
     for name in dict.fromkeys(span["name"] for span in shown):
         label: str | None = name
         for place, (process, thread) in enumerate(lanes):
-            own = [
+            bars = [
                 (1e-3 * (span["ts"] - begin), 1e-3 * span["dur"])
                 for span in shown
                 if (-span["pid"], span["tid"], span["name"]) == (process, thread, name)
             ]
-            if own:
+            if bars:
                 color = COLORS.get(name, "0.6")
-                axis.broken_barh(own, (place - 0.4, 0.8), label=label, color=color, lw=0)
+                axis.broken_barh(bars, (place - 0.4, 0.8), label=label, color=color, lw=0)
                 label = None
     names = ["GPU" if process == -trace.GPU else "CPU" for process, _ in lanes]
     axis.set_yticks(range(len(lanes)), names)
     axis.invert_yaxis()
     axis.set(xlim=(0, 1e-3 * (end - begin)), xlabel="ms")
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 def main() -> None:
