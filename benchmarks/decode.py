@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,11 +32,13 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import magicpig
-from magicpig import LLM, LSHConfig, SamplingParams, WindowConfig, _native
+from magicpig import LLM, LSHConfig, SamplingParams, ScanConfig, WindowConfig, _native
 from magicpig.attention.plan import Plan, make_plan
-from magicpig.engine.runner import DecodeLayer, Runner
+from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import Sampler, sample
+from magicpig.files import write_whole
 from magicpig.hf.attention import attention
+from magicpig.hf.tagged import DecodeLayer
 from magicpig.kv.base import LayerShape
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.sequence import SequenceKV, step
@@ -45,7 +48,8 @@ from magicpig.nn import GatedMLP, PackedEmbedding, PackedLinear, RMSNorm
 console = Console(stderr=True)
 
 
-METHODS = ("full", "lsh", "scan")
+INDEXES = {"full": None, "lsh": LSHConfig(), "scan": ScanConfig()}
+METHODS = tuple(INDEXES)
 
 
 @dataclass
@@ -189,7 +193,7 @@ def long_layer(lengths: Sequence[int], steps: int) -> list[tuple[str, int, float
     """(method, tokens, microseconds of an attention step, share read) in one layer."""
     heads, kv_heads, dim = 32, 8, 64
     results = []
-    for method, index in (("full", None), ("lsh", LSHConfig())):
+    for method, index in INDEXES.items():
         for tokens in lengths:
             torch.manual_seed(0)
             mean = torch.randn(kv_heads, 1, dim)
@@ -220,7 +224,7 @@ def attention_overhead(repeats: int = 2000) -> float:
 
     def through_python(layer: NativeLayer) -> None:
         query, key, value = tensors
-        key, value = DecodeLayer([layer]).update(key, value)
+        key, value = DecodeLayer(partial(step, [layer]), 0, None).update(key, value)
         attention(module, query, key, value, None, scaling=0.125)
 
     def native(layer: NativeLayer) -> None:
@@ -251,7 +255,7 @@ def best_of_memory(llm: LLM, prompt: SequenceKV, n: int, new_tokens: int) -> flo
 
 
 def exponent(lengths: Sequence[int], times: Sequence[float]) -> float:
-    """b of the line log(time) = a + b log(length) with the least squares."""
+    """b of the line log(time) = a + b log(length) with the least squares; two lengths at least."""
     x, y = [math.log(n) for n in lengths], [math.log(t) for t in times]
     mean_x, mean_y = statistics.mean(x), statistics.mean(y)
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum(
@@ -355,6 +359,9 @@ def main() -> None:
             use_threads(threads)
             layers[threads] = long_layer(args.layer_contexts, args.steps * 2)
             bar.advance(task)
+    if args.json:
+        decode = {model: [asdict(r) for r in rows] for model, rows in results.items()}
+        write_whole(args.json, json.dumps({"decode": decode, "layer": layers}).encode())
     print(f"{hardware()}, {datetime.date.today()}")
     out = Console(width=130)
     for model, measured in results.items():
@@ -364,12 +371,9 @@ def main() -> None:
     print(f"Python around an attention step: {attention_overhead():.0f} us per layer")
     for threads, rows in layers.items():
         out.print(layer_table(threads, rows))
-        for method in METHODS:
+        for method in METHODS if len(args.layer_contexts) > 1 else ():
             times = [us for name, _, us, _ in rows if name == method]
             print(f"{method}: time grows with length ** {exponent(args.layer_contexts, times):.2f}")
-    if args.json:
-        decode = {model: [asdict(r) for r in rows] for model, rows in results.items()}
-        args.json.write_text(json.dumps({"decode": decode, "layer": layers}))
 
 
 def use_threads(count: int) -> None:

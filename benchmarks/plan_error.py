@@ -17,7 +17,7 @@ from pathlib import Path
 from throughput_report import BUDGETS, Point, best, read
 
 from magicpig.engine.memory import parse_bytes
-from magicpig.planning.costs import Load, Machine, System, systems
+from magicpig.planning.costs import Load, Machine, System, more_than_default, systems
 from magicpig.planning.geometry import ModelGeometry, geometry_of
 from magicpig.planning.machines import CPUS, GPUS, named
 from magicpig.planning.plan import best_of, choices
@@ -29,7 +29,8 @@ def planned(model: ModelGeometry, machine: Machine, point: dict[str, object]) ->
     """Milliseconds of the step."""
     name, load = str(point["system"]), Load(int(str(point["context"])))
     if name.startswith("lsh"):
-        load = dataclasses.replace(load, lsh_share=float(str(point["keys_read"])))
+        read, tables = float(str(point["keys_read"])), map(int, name.split(":")[1:])
+        load = dataclasses.replace(load, lsh_share=read / more_than_default(*tables))
     if name.startswith("scan"):
         budget = name.split(":")[2].removesuffix("%")
         load = dataclasses.replace(load, scan_share=float(budget) / 100)

@@ -79,6 +79,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="draws of the projection")
     parser.add_argument("--dense", type=int, nargs="*", default=[0, 15], help="layers left out")
     args = parser.parse_args()
+    for path in (args.model, args.text):
+        if not path.exists():
+            parser.error(f"{str(path)!r} is not here: name a folder or a .gguf file, and a text")
     layers = capture(args.model, args.text.read_text(errors="replace"), args.tokens)
     kept = [layer for i, layer in enumerate(layers) if i not in args.dense]
     table = Table(title=f"{args.model.name}, {args.text.name}, {args.tokens:,} tokens")

@@ -128,7 +128,9 @@ def main() -> None:
             print(f"{hardware()}; {args.model}, {args.method}, {args.batch} of {args.context:,}\n")
         try:
             spans = spans_of(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except OSError as error:
+            raise SystemExit(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError) as error:
             raise SystemExit(f"{path} is no trace: {error!r}") from None
         if not any(span["name"] == "decode" for span in spans) or not attending(spans):
             raise SystemExit(f"{path} has no decode steps in which the CPU attends")

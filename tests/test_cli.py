@@ -117,6 +117,20 @@ def test_too_long_a_prompt(model, tmp_path):
     assert cut["new_tokens"] == 9
 
 
+@pytest.mark.parametrize("method", ["streaming", "h2o:20%"])
+def test_what_drops_tokens_keeps_no_context(model, tmp_path, monkeypatch, method):
+    monkeypatch.setattr("magicpig.context.Context.read", lambda *_: 1 / 0)  # told before
+    (tmp_path / "a.txt").write_text("The light is red. " * 60)
+    saved = tmp_path / "a.pig"
+    result = run(
+        "--model", model, "-f", str(tmp_path / "a.txt"), "--save-context", str(saved),
+        "--method", method,
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert f"{method} drops tokens of a text" in result.stderr
+    assert not saved.exists()
+
+
 def test_a_context_is_saved_once_and_asked_twice(model, tmp_path):
     (tmp_path / "a.txt").write_text("The light is red. " * 60)
     saved = str(tmp_path / "a.pig")
@@ -136,6 +150,8 @@ def test_a_context_is_saved_once_and_asked_twice(model, tmp_path):
     ]
     assert [result.stderr for result in asked] == ["", ""]
     answers = [json.loads(result.stdout) for result in asked]
+    assert (answers[0]["context"], answers[0]["context_tokens"]) == (saved, kept["context_tokens"])
+    assert answers[0]["known_tokens"] == kept["context_tokens"]
     assert answers[0]["completions"] == answers[1]["completions"]
     direct = run(
         "--model", model, "-f", str(tmp_path / "a.txt"), "-p", "Which?", "--max-tokens", "12",

@@ -1,5 +1,6 @@
 """What the documentation shows is run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -105,3 +106,16 @@ def test_a_small_benchmark_of_prompts_runs():
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "of roof" in result.stdout
+
+
+@pytest.mark.parametrize("lengths", ["1200", "600 1200"])
+def test_a_small_benchmark_of_steps_runs(tmp_path, lengths):
+    out = tmp_path / "results.json"
+    arguments = (
+        f"--contexts --long-contexts --layer-contexts {lengths} --steps 1 --threads 1 --json"
+    )
+    command = [sys.executable, ROOT / "benchmarks/decode.py", *arguments.split(), out]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert ("scan: time grows" in result.stdout) == (" " in lengths)
+    assert {row[0] for row in json.loads(out.read_text())["layer"]["1"]} == {"full", "lsh", "scan"}

@@ -87,6 +87,10 @@ def test_chats(llm):
     assert llm.chat(messages, params).text == llm.generate("user: Hi\n", params)[0].text
     with pytest.raises(ValueError, match="messages is empty"):
         llm.chat([])
+    with pytest.raises(ValueError, match="a message has a role and a content, not"):
+        llm.chat([{"rol": "user", "content": "Hi"}])
+    with pytest.raises(TypeError, match="a prompt is a text or a list of token ids, not None"):
+        llm.generate(None)
     plain = LLM(loaded("llama"))
     plain.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):

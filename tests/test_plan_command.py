@@ -46,6 +46,14 @@ def test_the_papers_machine_is_met():
     assert 1 / lsh.alone.seconds > 18.3
 
 
+def test_more_tables_read_more_keys():
+    """As the measured shares do: 1.57 and 1.97 % of random keys (docs/performance.md)."""
+    assert costs.more_than_default(10, 150) == 1
+    assert costs.more_than_default(10, 170) == pytest.approx(1.97 / 1.57, rel=0.02)
+    found = by_name(L20, Load(98304))
+    assert found["lsh:10:170"].tokens_per_second < 0.9 * found["lsh:10:150"].tokens_per_second
+
+
 def test_plans_count_windows_as_the_engine_does():
     window = WindowConfig()
     assert window.sinks + window.local == costs.ALWAYS_NEAR
@@ -355,4 +363,6 @@ def test_this_machine_is_measured(monkeypatch):
     asked = json.loads(run("--here", "--json", "--gpu", "L20").stdout)
     assert asked["gpu"]["name"] == "L20"
     if gpu is None:
-        assert "there is none here" in run("--here", "--gpu-memory", "8GiB").stderr
+        for flag, value in (("--gpu-memory", "8GiB"), ("--gpu-bandwidth", "500GB/s")):
+            said = run("--here", flag, value).stderr
+            assert f"{flag} is of a GPU, and there is none here" in said

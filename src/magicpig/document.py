@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from magicpig.models.quiet import token_ids
+
 _QUESTION = "\u2063magicpig question\u2063"  # stands for the question while the template is cut
 
 
@@ -28,8 +30,8 @@ class Document:
     ) -> tuple[list[int], list[int]]:
         """Tokens of the document's part, and of the rest of the prompt."""
         before, after = self._around_question(tokenizer)
-        first = list(tokenizer(before, add_special_tokens=self.raw)["input_ids"])
-        rest = list(tokenizer(question + after, add_special_tokens=False)["input_ids"])
+        first = token_ids(tokenizer, before, special=self.raw)
+        rest = token_ids(tokenizer, question + after, special=False)
         return first, rest
 
     def _around_question(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -50,7 +52,7 @@ class Document:
         self, tokenizer: PreTrainedTokenizerBase, question: str, max_tokens: int
     ) -> Document:
         """The document without its beginning, so that the prompt has max_tokens tokens at most."""
-        tokens = list(tokenizer(self.text, add_special_tokens=False)["input_ids"])
+        tokens = token_ids(tokenizer, self.text, special=False)
         document = self
         while (over := sum(map(len, document.parts(tokenizer, question))) - max_tokens) > 0:
             if not tokens:

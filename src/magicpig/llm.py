@@ -12,7 +12,7 @@ from typing import Any
 
 from magicpig.attention.base import Method
 from magicpig.attention.plan import make_plan
-from magicpig.config import LSHConfig, WindowConfig
+from magicpig.config import LSHConfig, WindowConfig, check_int
 from magicpig.engine.engine import Engine
 from magicpig.engine.memory import largest_batch, there_is
 from magicpig.engine.params import SamplingParams
@@ -24,7 +24,9 @@ from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel, load
 from magicpig.models.identity import identity
+from magicpig.models.quiet import token_ids
 
+MOST_SEQUENCES = 65_536
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
 
@@ -83,8 +85,9 @@ class LLM:
     device, dtype: see magicpig.models.load.
     max_sequences: completions that run at the same time; more wait.
     cpu_memory: bytes, or a text like 64GiB, for keys, values and indexes of all of them; None: most
-        of what is free. Contexts that were read or loaded and are kept do not count, as they are
-        the caller's; nor do they in gpu_memory. memory_bytes: the same, in bytes.
+        of what is free, which a limit does not exceed. Contexts that were read or loaded and are
+        kept do not count, as they are the caller's; nor do they in gpu_memory. memory_bytes: the
+        same, in bytes.
     gpu_memory: of a model on a GPU, all that it may use of it: weights, windows, dense layers, work
         space; None: most of what is free. It holds for all of a process: one model to a GPU.
     """
@@ -105,6 +108,7 @@ class LLM:
         gpu_memory: int | str | None = None,
     ) -> None:
         make_plan(method, 1, lsh, ())  # before a model is loaded for nothing
+        check_int("max_sequences", max_sequences, 1, MOST_SEQUENCES)
         if not isinstance(model, (str, LoadedModel)):
             raise TypeError(
                 "model must be a name or what magicpig.models.load gave, "
@@ -143,9 +147,14 @@ class LLM:
 
     def largest_batch(self, prompt_tokens: int, new_tokens: int) -> int:
         """Sequences with prompts of their own that run together, by the memory that they may come
-        to need, and by max_sequences; 0: not even one."""
+        to need, and by max_sequences; 0: not even one.
+
+        new_tokens: of each, as far as the model's context holds them.
+        """
         needs, scheduler = self.engine.runner.needs, self.engine.scheduler
-        if not 0 < prompt_tokens < self.max_length:
+        check_int("new_tokens", new_tokens, 1, 2**31 - 1)
+        check_int("prompt_tokens", prompt_tokens, 1, 2**31 - 1)
+        if prompt_tokens >= self.max_length:
             raise ValueError(
                 f"prompt_tokens must be from 1 to {self.max_length - 1}, as the model's context "
                 f"holds {self.max_length}, not {prompt_tokens}"
@@ -275,19 +284,22 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
+            return token_ids(self.tokenizer, prompt)
         return [operator.index(token) for token in prompt]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins."""
         if not messages:
             raise ValueError("messages is empty: a conversation has one message at least")
+        for message in messages:
+            if not {"role", "content"} <= set(message):
+                raise ValueError(f"a message has a role and a content, not {sorted(message)}")
         if self.tokenizer.chat_template is None:
             raise ValueError(f"the model {self.name!r} has no chat template; use generate")
         text: Any = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return token_ids(self.tokenizer, text, special=False)
 
 
 class _Collected:
@@ -324,6 +336,8 @@ class _Collected:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
+        raise TypeError(f"a prompt is a text or a list of token ids, not {prompts!r}")
     if isinstance(prompts, str) or (len(prompts) and hasattr(prompts[0], "__index__")):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -64,7 +64,9 @@ class Plan:
             new.take(layer)
         else:
             if layer.evicts:
-                raise ValueError("tokens of the text were evicted: read it again")
+                raise ValueError(
+                    "tokens of the text were evicted: read it again by a method that keeps them"
+                )
             new.extend(*layer.read())
         new.dense = i in self.dense_layers
         return new

@@ -85,6 +85,12 @@ def known_context(
         return Context.load(llm, context)
     if not save_context:
         return None
+    method = llm.engine.runner.plan.method
+    if not method.keeps_all:
+        raise ValueError(
+            f"{method.spec} drops tokens of a text, which can then not be kept for later: "
+            "take another --method, or leave --save-context out"
+        )
     token_ids, _ = document.parts(llm.tokenizer, "")
     try:
         with reading_bar(len(token_ids)) as read:
@@ -209,15 +215,18 @@ def summary(generation: Generation) -> str:
     return " · ".join(parts)
 
 
-def kept_as_dict(known: Context, path: Path | None) -> dict[str, Any]:
-    """For --json, of a text that was kept and not asked about."""
-    return {"context": str(path), "context_tokens": known.kv.num_tokens, "completions": []}
+def context_as_dict(known: Context | None, path: Path | None) -> dict[str, Any]:
+    """For --json, of a text that was kept; nothing where none was."""
+    if known is None:
+        return {}
+    return {"context": str(path), "context_tokens": known.kv.num_tokens}
 
 
 def as_dict(generation: Generation) -> dict[str, Any]:
     """For --json."""
     return {
         "prompt_tokens": generation.prompt_tokens,
+        "known_tokens": generation.known_tokens,
         "new_tokens": generation.new_tokens,
         "prefill_seconds": round(generation.prefill_seconds, 4),
         "decode_seconds": round(generation.decode_seconds, 4),

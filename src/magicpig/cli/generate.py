@@ -132,6 +132,7 @@ def generate(
     shown = answer.Shown.AS_JSON if as_json else answer.Shown.AS_TEXT
     with recording(trace) if trace else nullcontext():
         known = answer.known_context(llm, document, context, save_context, shown)
+        about_context = answer.context_as_dict(known, save_context or context)
         if known is None:
             first, rest = document.parts(llm.tokenizer, question)
             prompt_ids = first + rest
@@ -139,11 +140,12 @@ def generate(
             prompt_ids = known.prompt_ids(llm, question)
         else:  # the text was to be kept, and is
             if as_json:
-                print(json.dumps(answer.kept_as_dict(known, save_context or context)))
+                print(json.dumps({**about_context, "completions": []}))
             return
         kv = None if known is None else known.kv
         if as_json:
             generation = answer.generated(llm, prompt_ids, params, kv, shown)
-            print(json.dumps(answer.as_dict(generation), ensure_ascii=False))
+            found = {**about_context, **answer.as_dict(generation)}
+            print(json.dumps(found, ensure_ascii=False))
         else:
             answer.answer(llm, prompt_ids, params, kv)

@@ -104,10 +104,11 @@ def layer_list(text: str | None) -> list[int] | None:
 
 
 def length_list(text: str) -> list[int]:
-    """Numbers of tokens from a text like 4k,8192; k is 1,024."""
+    """Numbers of tokens from a text like 4k,8192,1M; k is 1,024, M as many k."""
     lengths = []
-    for word in (part.strip().lower() for part in text.split(",")):
-        number, unit = (word[:-1], 1024) if word.endswith("k") else (word, 1)
+    for word in (part.strip() for part in text.split(",")):
+        unit = {"k": 1024, "m": 1024**2}.get(word[-1:].lower(), 1)
+        number = word if unit == 1 else word[:-1]
         if not number.isdecimal() or len(number) > 10 or not 0 < int(number) * unit <= MOST_TOKENS:
             raise ValueError(
                 f"a length must be a number of tokens, {MOST_TOKENS:,} at most, like 4k or 6000, "

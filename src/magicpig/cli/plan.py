@@ -57,7 +57,7 @@ def plan(
     cores: Annotated[int | None, typer.Option(help="CPU cores. (all)", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Largest batch of interest.", min=1, max=4096)] = 256,
     lsh_share: Annotated[
-        float, typer.Option(help="Of the keys, read by lsh; the paper says 0.02.")
+        float, typer.Option(help="Of the keys, read by lsh:10:150; the paper says 0.02.")
     ] = 0.035,
     scan_share: Annotated[float, typer.Option(help="Of the keys, read by scan.")] = 0.01,
     here: Annotated[
@@ -134,10 +134,11 @@ def machine_for(
         return Machine(known, named(cpu or "Xeon-8563C", CPUS, "--cpu"))
     with measuring():
         own = this_gpu() if gpu is None else None
+        if gpu is None and own is None and any(limits):
+            flag = "--gpu-memory" if limits[0] else "--gpu-bandwidth"
+            raise ValueError(f"{flag} is of a GPU, and there is none here: name one by --gpu")
         found = Machine(limited(own, *limits) if own else known, this_cpu())
     if gpu is None and own is None:
-        if any(limits):
-            raise ValueError("--gpu-memory limits a GPU, and there is none here: name one by --gpu")
         print("magicpig: there is no GPU here; --gpu plans for one all the same", file=sys.stderr)
     return found
 

@@ -93,6 +93,8 @@ def parse_bytes(name: str, value: int | str) -> int:
     """Bytes, from a number or a text like 24GiB, 48GB, 300MB, 8B."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise TypeError(f"{name} must be a number of bytes or a text like 24GiB, not {value!r}")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"{name} must be above 0, not {value}")
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)(b?)\s*", str(value).lower())
     nbytes = 0.0
     if match and (match[2] or match[4] or isinstance(value, int)):
@@ -321,12 +323,12 @@ def there_is(
 ) -> Memory:
     """What requests may use together.
 
-    weights: bytes of the model on the device. host, device: limits; None: most of what is free.
-    ValueError when a device's limit, or what it has, leaves nothing.
+    weights: bytes of the model on the device. host, device: limits; None: most of what is free,
+    and no more than that. ValueError when a device's limit, or what it has, leaves nothing.
     """
-    for_host = (
-        int(_native.available_memory() * SHARE) if host is None else parse_bytes("cpu_memory", host)
-    )
+    free_host = int(_native.available_memory())
+    limit = int(free_host * SHARE) if host is None else parse_bytes("cpu_memory", host)
+    for_host = min(limit, free_host)
     if needs.device.type != "cuda":
         if device is not None:
             raise ValueError("gpu_memory limits a GPU; the model is on the CPU: leave it out")

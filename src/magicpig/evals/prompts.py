@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from magicpig.evals.sample import Sample
+from magicpig.models.quiet import token_ids
 
 PROTOCOLS = ("easy", "hard")
 
@@ -26,9 +27,9 @@ class Prompt:
         return fingerprint(self.context + self.question)
 
 
-def fingerprint(token_ids: list[int]) -> str:
+def fingerprint(tokens: list[int]) -> str:
     """Of a text's tokens, to tell texts apart."""
-    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
+    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()
 
 
 def prompt_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -37,17 +38,18 @@ def prompt_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     text = before + sample.context + sample.question + after + sample.answer_prefix
     asked_at = len(before) + len(sample.context)
     if not tokenizer.is_fast:
-        context = tokenizer(text[:asked_at], add_special_tokens=not before)["input_ids"]
-        question = tokenizer(text[asked_at:], add_special_tokens=False)["input_ids"]
-        return Prompt(list(context), list(question))
-    encoded = tokenizer(text, add_special_tokens=not before, return_offsets_mapping=True)
+        context = token_ids(tokenizer, text[:asked_at], special=not before)
+        return Prompt(context, token_ids(tokenizer, text[asked_at:], special=False))
+    encoded = tokenizer(
+        text, add_special_tokens=not before, return_offsets_mapping=True, verbose=False
+    )
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     split = next(i for i, (_, end) in enumerate(offsets) if end > asked_at)
     return Prompt(ids[:split], ids[split:])
 
 
 def count_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return len(token_ids(tokenizer, text, special=False))
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:

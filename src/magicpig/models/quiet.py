@@ -6,7 +6,10 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @contextmanager
@@ -23,6 +26,15 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
+    """Of a text of any length: whether a model's context holds it is for the caller to say.
+
+    special: whether to add what the tokenizer adds to a text.
+    """
+    encoded = tokenizer(text, add_special_tokens=special, verbose=False)
+    return list(encoded["input_ids"])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from magicpig.config import LSHConfig
 from magicpig.planning.batch_memory import BatchMemory
 from magicpig.planning.geometry import ModelGeometry
 from magicpig.planning.machines import Cpu, Gpu
@@ -33,8 +34,8 @@ MIN_ROWS = 64  # that `scan` reads, where there are as many
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for: tokens of context of each sequence, and shares of keys read by `lsh` and
-    `scan`."""
+    """What is asked for: tokens of context of each sequence, and shares of keys read by `lsh`, with
+    its default tables, and by `scan`."""
 
     context: int
     lsh_share: float = 0.035
@@ -197,6 +198,7 @@ class Lsh(Hybrid):
         super().__init__(model, machine, load)
         self.bits, self.num_tables = tables
         self.name = f"lsh:{self.bits}:{self.num_tables}"
+        self.share = min(1.0, load.lsh_share * more_than_default(*tables))
 
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
         model, cpu = self.model, self.cpu
@@ -204,10 +206,22 @@ class Lsh(Hybrid):
             yield from super()._cpu_seconds()
             return
         entries = model.heads * self.num_tables * self.load.context / 2**self.bits
-        rows = model.heads * self.load.context * self.load.lsh_share
+        rows = model.heads * self.load.context * self.share
         work = entries * cpu.entry_seconds + rows * _row_seconds(cpu, model)
         yield work / cpu.cores, "CPU cores"
         yield (2 * entries + rows * model.row_bytes) / cpu.gather, CPU_BANDWIDTH
+
+
+def more_than_default(bits: int, num_tables: int) -> float:
+    """How many times the keys are read that the default tables read, as of uniform buckets."""
+
+    def share(bits: int, num_tables: int) -> float:
+        together = 0.5**bits
+        none, once = (1 - together) ** num_tables, (1 - together) ** (num_tables - 1)
+        return 1 - none - num_tables * together * once
+
+    default = LSHConfig()
+    return share(bits, num_tables) / share(default.bits_per_table, default.num_tables)
 
 
 class Scan(Hybrid):

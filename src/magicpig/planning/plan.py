@@ -42,8 +42,8 @@ class Choice:
             "tokens_per_second_alone": 1 / self.alone.seconds if self.batch else None,
             "bound": self.step.bound if self.batch else None,
             "lacks": self.lacks,
-            "gpu_memory_bytes": self.step.gpu_memory,
-            "cpu_memory_bytes": self.step.cpu_memory,
+            "gpu_memory_bytes": int(self.step.gpu_memory),
+            "cpu_memory_bytes": int(self.step.cpu_memory),
         }
 
 
