@@ -49,7 +49,7 @@ from throughput_report import Point, best_table, plot, table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import magicpig
-from magicpig import WindowConfig, _native, trace
+from magicpig import WindowConfig, _native, plotting, trace
 from magicpig.attention.gpu import give_back_pinned
 from magicpig.attention.plan import make_plan
 from magicpig.cli.inputs import length_list
@@ -324,6 +324,11 @@ def main() -> None:
         parser.error("--quick has its own --contexts, --budgets and --batches: leave them out")
     if args.device == "cpu" and set(args.budgets or ()) - {"none"}:
         parser.error("--budgets are of a GPU's memory; on a CPU there is only none: leave them out")
+    if args.plot:
+        try:
+            plotting.require()
+        except RuntimeError as error:
+            parser.error(str(error))
     contexts, budgets, batches = QUICK if args.quick else ALL
     budgets = args.budgets or (["none"] if args.device == "cpu" else budgets)
     contexts, batches = args.contexts or contexts, args.batches or batches

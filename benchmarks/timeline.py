@@ -24,7 +24,7 @@ from machine import hardware
 from rich.console import Console
 from throughput import Bench, attending, covered, spans_of, steps_of, warm_up
 
-from magicpig import trace
+from magicpig import plotting, trace
 from magicpig.cli.inputs import one_length
 
 COLORS = {"far context": "C1", "attention": "C1", "model": "C0", "window": "C2"}
@@ -114,11 +114,15 @@ def main() -> None:
     parser.add_argument("--plot", type=argument(new_file))
     parser.add_argument("--read", type=Path, help="a trace that is there: nothing is run")
     args = parser.parse_args()
-    if not args.read and not args.device:
-        try:
+    if args.read and args.trace:
+        parser.error("--read runs nothing that --trace could write: leave one of them out")
+    try:
+        if args.plot:
+            plotting.require()
+        if not args.read and not args.device:
             args.device = a_device("cuda")
-        except ValueError as error:
-            parser.error(str(error))
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         path = args.read or args.trace or Path(folder) / "steps.json"
         if not args.read:

@@ -48,6 +48,7 @@ def script(monkeypatch):
         ("budget", "--json .", "--json: '.' is a folder"),
         ("timeline", "--batch 0", "--batch: must be a whole number from 1, not '0'"),
         ("timeline", "--trace .", "--trace: '.' is a folder"),
+        ("timeline", "--read a.json --trace b.json", "--read runs nothing that --trace could"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(script, capsys, name, arguments, message):
@@ -74,6 +75,14 @@ def test_limits_that_nothing_fits_into(script, capsys, model):
     with pytest.raises(SystemExit):
         script("budget", *given, "much")
     assert "cpu_memory must be a number and a unit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["throughput", "timeline"])
+def test_plots_that_could_not_be_made_are_told_of_first(script, monkeypatch, capsys, name):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        script(name, "--plot", "a.png")
+    assert "plots need matplotlib, which is not installed" in capsys.readouterr().err
 
 
 def point(system, batch, fits, tokens_per_second):

@@ -1,10 +1,16 @@
+import logging
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from zoo import make_tokenizer
 
 from magicpig.engine.text import Detokenizer
+from magicpig.models.quiet import token_ids
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog. Isn't it ?",
@@ -223,3 +229,18 @@ def test_the_work_per_token_does_not_grow(kind):
     pieces, _ = streamed(Counting(), ids)
     assert "".join(pieces) == decoded(BYTE_LEVEL, ids)
     assert decoded_tokens < 30 * len(ids)
+
+
+def test_texts_longer_than_a_context_are_no_noise():
+    """Whoever has a use for the tokens says what is wrong, in words that are right."""
+    tokenizer, said = make_tokenizer(), SimpleQueue()
+    tokenizer.model_max_length = 10
+    logger, handler = logging.getLogger("transformers"), QueueHandler(said)
+    logger.addHandler(handler)
+    try:
+        tokens = token_ids(tokenizer, "a text that is too long")
+        assert said.empty()
+        assert tokenizer("a text that is too long")["input_ids"] == tokens
+        assert "longer than" in said.get_nowait().getMessage()  # by transformers
+    finally:
+        logger.removeHandler(handler)

@@ -327,8 +327,8 @@ def there_is(
     and no more than that. ValueError when a device's limit, or what it has, leaves nothing.
     """
     free_host = int(_native.available_memory())
-    limit = int(free_host * SHARE) if host is None else parse_bytes("cpu_memory", host)
-    for_host = min(limit, free_host)
+    asked = int(free_host * SHARE) if host is None else parse_bytes("cpu_memory", host)
+    for_host = min(asked, free_host)
     if needs.device.type != "cuda":
         if device is not None:
             raise ValueError("gpu_memory limits a GPU; the model is on the CPU: leave it out")
