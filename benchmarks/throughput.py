@@ -71,7 +71,7 @@ from magicpig.kv.sequence import SequenceKV
 from magicpig.planning.geometry import config_of
 
 SYSTEMS = ("full", "kv-stream", "cpu-dense", "lsh:10:150", "lsh:10:170", "scan:2:1%")
-ALL = [16384, 32768, 98304], ["24GiB", "40GiB", "48GiB", "none"], [1, 2, 4, 8, 16, 32]
+ALL = [16384, 32768, 98304], ["24GiB", "40GiB", "48GiB", "none"], None
 QUICK = [98304], ["24GiB"], [1, 4]
 NEW_TOKENS = 64
 ATTENTION = ("far context", "attention")  # spans on the CPU
@@ -140,15 +140,19 @@ class Bench:
         return found
 
     def points(
-        self, system: str, context: int, budgets: list[str], batches: list[int], seconds: float
+        self,
+        system: str,
+        context: int,
+        budgets: list[str],
+        batches: list[int] | None,
+        seconds: float,
     ) -> Iterator[Point]:
-        """From small to large batches, as far as they fit."""
+        """From small to large batches, as far as they fit; None: up to the largest that fits."""
         runner = self.runner(system)
         largest = self.largest(runner, context, budgets)
-        most = min(max(largest.values()), max(batches))
-        ends = {size for size in largest.values() if 0 < size <= most}
+        most = max(largest.values())
         kvs: list[SequenceKV] = []
-        for batch in sorted({size for size in batches if size <= most} | ends):
+        for batch in sizes(list(largest.values()), batches):
             while len(kvs) < batch:
                 kvs.append(self.sequence(runner, context, len(kvs)))
             fits = [budget for budget, size in largest.items() if batch <= size]
@@ -211,6 +215,14 @@ class Bench:
             torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             sum(each.rows + each.index for each in held),
         )
+
+
+def sizes(largest: list[int], batches: list[int] | None) -> list[int]:
+    """Of batches to be measured, where those of `largest` fit: these, or powers of two, and those
+    that are the largest for a budget."""
+    most = min(max(largest), max(batches or largest))
+    asked = batches or [2**i for i in range(most.bit_length())]
+    return sorted({size for size in (*asked, *largest) if 0 < size <= most})
 
 
 def steps_of(runner: Runner, kvs: list[SequenceKV]) -> Callable[[], float]:
@@ -304,7 +316,12 @@ def main() -> None:
         "--budgets", type=argument(a_budget), nargs="+", help="(24GiB 40GiB 48GiB none; CPU: none)"
     )
     parser.add_argument("--systems", type=argument(a_method), nargs="+", default=list(SYSTEMS))
-    parser.add_argument("--batches", type=argument(positive), nargs="+", help="(1 2 4 8 16 32)")
+    parser.add_argument(
+        "--batches",
+        type=argument(positive),
+        nargs="+",
+        help="(powers of two, up to the largest that fits)",
+    )
     parser.add_argument(
         "--seconds",
         type=argument(some_seconds),

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -128,6 +129,9 @@ def test_plans_are_compared_with_measurements(monkeypatch, tmp_path, capsys):
     assert "scan:2:1%: mean" in shown
     assert "| 98,304 | 24GiB | scan:2:1%, 167 | scan:2:1% (4), " in shown
     assert "of 12 best ways are named" in shown
+    errors = re.findall(r"\| (?:30\.5|18\.3|53\.8) \| [\d.]+ \| ([+-]\d+)% \|", shown)
+    assert len(errors) == 4
+    assert max(abs(int(error)) for error in errors) < 40
     monkeypatch.setattr(sys, "argv", ["plan_error.py", str(tmp_path / "no.json")])
     with pytest.raises(SystemExit, match=r"no\.json is not what throughput\.py writes"):
         script.main()
@@ -137,6 +141,15 @@ def test_plans_are_compared_with_measurements(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr()
     assert not said.out
     assert "--gpu 'none' is not known" in said.err
+
+
+def test_batches_go_up_to_the_largest_that_fits(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    sizes = importlib.import_module("throughput").sizes
+    assert sizes([0, 3, 21], None) == [1, 2, 3, 4, 8, 16, 21]
+    assert sizes([0, 3, 21], [2, 6, 64]) == [2, 3, 6, 21]
+    assert sizes([0, 3, 21], [1, 4]) == [1, 3, 4]
+    assert sizes([0, 0], None) == sizes([0], [1, 4]) == []
 
 
 def test_on_a_cpu_all_rows_are_in_its_memory(script, model, tmp_path, capsys):

@@ -46,6 +46,16 @@ def test_the_papers_machine_is_met():
     assert 1 / lsh.alone.seconds > 18.3
 
 
+def test_halves_are_taken_where_they_are_faster():
+    system = costs.Lsh(LLAMA, L20, Load(98304), (10, 150))
+    for batch in (2, 3, 8):
+        halved, whole = system.step(batch).seconds, system.by_turns(batch)[0]
+        assert whole / 2 < halved < whole, batch
+    assert system.step(1).seconds == system.by_turns(1)[0]
+    short = costs.Lsh(LLAMA, L20, Load(2048, lsh_share=0.02), (10, 150))
+    assert short.step(2).seconds == short.by_turns(2)[0]  # whose weights would be read twice
+
+
 def test_more_tables_read_more_keys():
     """As the measured shares do: 1.57 and 1.97 % of random keys (docs/performance.md)."""
     assert costs.more_than_default(10, 150) == 1

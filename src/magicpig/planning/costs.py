@@ -148,29 +148,35 @@ class Hybrid(System):
         return sum(seconds for seconds, _ in parts), max(parts)[1]
 
     def _seconds(self, batch: int) -> tuple[float, str]:
-        """As one batch, GPU and CPU by turns, or as two halves by turns: whichever is better."""
+        """As one batch, or as two halves: whichever is better."""
         if self.gpu is NO_GPU:
             return self._seconds_on_cpu(batch)
+        whole = self.by_turns(batch)
+        return min(whole, self._in_halves(batch)) if batch > 1 else whole
+
+    def by_turns(self, batch: int) -> tuple[float, str]:
+        """GPU and CPU, of one batch."""
+        gpu, cpu = self._on_gpu(batch), self._on_cpu(batch)
+        return gpu + cpu, self._busier(gpu, cpu)
+
+    def _in_halves(self, batch: int) -> tuple[float, str]:
+        """One on the GPU while the other is on the CPU."""
+        halves = -(-batch // 2), batch // 2
+        gpu, cpu = sum(map(self._on_gpu, halves)), sum(map(self._on_cpu, halves))
+        filling = (gpu / 2 + self._on_cpu(halves[0])) / self.model.layers
+        return max(gpu, cpu) + filling, self._busier(gpu, cpu)
+
+    def _busier(self, gpu: float, cpu: float) -> str:
+        return max(self._cpu_seconds())[1] if cpu > gpu else GPU_BANDWIDTH
+
+    def _on_gpu(self, batch: int) -> float:
         layers = self.model.layers - self.dense_layers
-        each, cpu_bound = max(self._cpu_seconds())
+        there = LAYER_SECONDS + self._gpu_layer_seconds(batch)
+        return self._gpu_seconds(batch, self.dense_layers) + layers * there
 
-        def on_gpu(n: int) -> float:
-            there = LAYER_SECONDS + self._gpu_layer_seconds(n)
-            return self._gpu_seconds(n, self.dense_layers) + layers * there
-
-        def on_cpu(n: int) -> float:
-            return layers * (CALL_SECONDS + n * each)
-
-        seconds = on_gpu(batch) + on_cpu(batch)
-        bound = cpu_bound if on_cpu(batch) > seconds / 2 else GPU_BANDWIDTH
-        if batch > 1:
-            halves = -(-batch // 2), batch // 2
-            gpu, cpu = sum(map(on_gpu, halves)), sum(map(on_cpu, halves))
-            filling = (gpu / 2 + on_cpu(halves[0])) / self.model.layers
-            if max(gpu, cpu) + filling < seconds:
-                seconds = max(gpu, cpu) + filling
-                bound = cpu_bound if cpu >= gpu else GPU_BANDWIDTH
-        return seconds, bound
+    def _on_cpu(self, batch: int) -> float:
+        layers = self.model.layers - self.dense_layers
+        return layers * (CALL_SECONDS + batch * max(self._cpu_seconds())[0])
 
     def _gpu_layer_seconds(self, batch: int) -> float:
         """That a GPU takes to draw a layer's rows."""
