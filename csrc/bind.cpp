@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -37,19 +38,41 @@ void append(LayerKV& kv, const Array& keys, const Array& values) {
   kv.append(key_view, value_view, count);
 }
 
-using Found = std::tuple<In<float, 2>, In<float, 2>, In<uint16_t, 3>>;
+using Signs = std::tuple<In<float, 2>, In<float, 2>, In<uint16_t, 3>>;
+using Sorted = std::tuple<In<float, 2>, In<float, 2>, In<uint32_t, 3>, In<uint16_t, 3>>;
+using Found = std::variant<Signs, Sorted>;
+
+template <class T>
+void require_shape(const In<T, 3>& array, size_t heads, size_t rows, size_t columns, const char* message) {
+  if (array.shape(0) != heads || array.shape(1) != rows || array.shape(2) != columns) refuse(message);
+}
 
 Hashed hashed_keys(const Geometry& geometry, const Found& found, size_t count) {
-  const auto& [means, inv_norms, signs] = found;
   if (!geometry.lsh || count < 1 || count > Segment::kMaxTokens)
     refuse("a segment of hash tables has from 1 to 65,536 tokens");
-  if (means.shape(0) != geometry.num_kv_heads || means.shape(1) != geometry.head_dim)
-    refuse("means must have shape [num_kv_heads, head_dim]");
-  if (inv_norms.shape(0) != geometry.num_kv_heads || inv_norms.shape(1) != count)
-    refuse("inv_norms must have shape [num_kv_heads, tokens]");
-  if (signs.shape(0) != geometry.num_kv_heads || signs.shape(1) != geometry.lsh->num_groups || signs.shape(2) != count)
-    refuse("signs must have shape [num_kv_heads, projections / 16, tokens]");
-  return {means.data(), inv_norms.data(), signs.data()};
+  const Lsh& lsh = *geometry.lsh;
+  const size_t heads = geometry.num_kv_heads;
+  return std::visit(
+      [&](const auto& arrays) -> Hashed {
+        const auto &means = std::get<0>(arrays), &inv_norms = std::get<1>(arrays);
+        if (means.shape(0) != heads || means.shape(1) != geometry.head_dim)
+          refuse("means must have shape [num_kv_heads, head_dim]");
+        if (inv_norms.shape(0) != heads || inv_norms.shape(1) != count)
+          refuse("inv_norms must have shape [num_kv_heads, tokens]");
+        if constexpr (std::is_same_v<std::decay_t<decltype(arrays)>, Signs>) {
+          const auto& signs = std::get<2>(arrays);
+          require_shape(signs, heads, lsh.num_groups, count,
+                        "signs must have shape [num_kv_heads, projections / 16, tokens]");
+          return {means.data(), inv_norms.data(), signs.data()};
+        } else {
+          const auto &offsets = std::get<2>(arrays), &ids = std::get<3>(arrays);
+          require_shape(offsets, heads, lsh.num_tables, lsh.num_buckets() + 1,
+                        "offsets must have shape [num_kv_heads, num_tables, buckets + 1]");
+          require_shape(ids, heads, lsh.num_tables, count, "ids must have shape [num_kv_heads, num_tables, tokens]");
+          return {means.data(), inv_norms.data(), nullptr, offsets.data(), ids.data()};
+        }
+      },
+      found);
 }
 
 // One segment.
@@ -202,8 +225,9 @@ NB_MODULE(_native, m) {
       .def("fork", &LayerKV::fork)
       .def("append_hashed", &append_hashed, "keys"_a.noconvert(), "values"_a.noconvert(), "found"_a.noconvert(),
            "Adds a segment whose keys were hashed elsewhere. found: means of the keys [num_kv_heads, head_dim]; of "
-           "keys less those, one over their norms, or 0, [num_kv_heads, tokens], and signs of their projections "
-           "[num_kv_heads, projections / 16, tokens], sixteen to a number.")
+           "keys less those, one over their norms, or 0, [num_kv_heads, tokens]; and either signs of their projections "
+           "[num_kv_heads, projections / 16, tokens], sixteen to a number, or the tables that they are sorted into: "
+           "where buckets begin [num_kv_heads, num_tables, buckets + 1], and rows [num_kv_heads, num_tables, tokens].")
       .def("read", &read, "first"_a, "keys"_a.noconvert(), "values"_a.noconvert(),
            "Copies tokens from `first` on to keys and values [num_kv_heads, tokens, head_dim].")
       .def("adopt", &adopt, "num_tokens"_a, "rows"_a.noconvert(), "tables"_a.noconvert(),

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -59,10 +60,10 @@ bool Tables::valid(uint32_t kv_head, uint32_t table) const {
   const uint32_t* starts = offsets(kv_head) + size_t{table} * (buckets + 1);
   const uint16_t* begin = ids(kv_head) + size_t{table} * num_tokens_;
   // Each row once: drawing counts on it. Rows that are there are as many as ids, so all are, or one is named twice.
-  std::array<uint64_t, 65536 / 64> named{};
-  for (uint32_t i = 0; i < num_tokens_; ++i) named[begin[i] / 64] |= uint64_t{1} << begin[i] % 64;
-  uint32_t there = 0;
-  for (uint32_t i = 0; i < num_tokens_; ++i) there += named[i / 64] >> i % 64 & 1;
+  std::array<uint8_t, 65536> named;
+  std::fill_n(named.begin(), num_tokens_, uint8_t{0});
+  for (uint32_t i = 0; i < num_tokens_; ++i) named[begin[i]] = 1;
+  const uint32_t there = std::accumulate(named.begin(), named.begin() + num_tokens_, uint32_t{0});
   return starts[0] == 0 && starts[buckets] == num_tokens_ && std::is_sorted(starts, starts + buckets + 1) &&
          there == num_tokens_;
 }
@@ -86,6 +87,7 @@ void Tables::take_memory(uint32_t count) {
 void Tables::build(const Kernels& kernels, const char* rows, const Hashed* hashed) {
   const size_t num_words = size_t{lsh_->num_groups} * num_tokens_,
                bit_bytes = hashed ? 0 : num_words * sizeof(uint16_t);
+  const bool sorted = hashed && !hashed->signs;
   const bool taken = memory_.size() > 0;
   require_memory((taken ? 0 : num_kv_heads_ * head_bytes_) + bit_bytes);
   if (!taken) memory_ = Buffer(num_kv_heads_ * head_bytes_);
@@ -103,11 +105,17 @@ void Tables::build(const Kernels& kernels, const char* rows, const Hashed* hashe
     for (uint32_t head = first; head < first + at_once; ++head) find_keys_at_mean(head);
     code_seconds_ += hashing.seconds();
     const Stopwatch sorting;
+    std::atomic<bool> fine{true};
     parallel_for(size_t{at_once} * lsh_->num_tables, [&](size_t task) {
       const auto head = first + static_cast<uint32_t>(task / lsh_->num_tables);
-      const uint16_t* signs = hashed ? hashed->signs + head * num_words : bits;
-      sort_into_buckets(signs, head, static_cast<uint32_t>(task % lsh_->num_tables));
+      const auto table = static_cast<uint32_t>(task % lsh_->num_tables);
+      if (sorted) {
+        if (!take_table(*hashed, head, table)) fine = false;
+        return;
+      }
+      sort_into_buckets(hashed ? hashed->signs + head * num_words : bits, head, table);
     });
+    if (!fine) throw std::invalid_argument("tables must have each row once, and buckets one behind the other");
     sort_seconds_ += sorting.seconds();
   }
 }
@@ -134,6 +142,13 @@ void Tables::take(const Hashed& hashed) const {
       if (!(inv_norms(head)[k] >= 0 && inv_norms(head)[k] <= 1 / kMinNorm)) fine = false;
   });
   if (!fine) throw std::invalid_argument("means and inv_norms must be numbers, and norms no smaller than 1e-12");
+}
+
+bool Tables::take_table(const Hashed& hashed, uint32_t kv_head, uint32_t table) const {
+  const size_t borders = lsh_->num_buckets() + 1, place = size_t{kv_head} * lsh_->num_tables + table;
+  std::copy_n(hashed.offsets + place * borders, borders, offsets(kv_head) + table * borders);
+  std::copy_n(hashed.ids + place * num_tokens_, num_tokens_, ids(kv_head) + size_t{table} * num_tokens_);
+  return valid(kv_head, table);
 }
 
 // Means, norms, and signs of projections, of one head's keys.

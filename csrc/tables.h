@@ -11,11 +11,14 @@
 namespace magicpig {
 
 // What another device has found of a segment's keys: the means of the heads' keys, [num_kv_heads, head_dim]; of the
-// keys less those, one over their norms, 0 where they have no direction, [num_kv_heads, num_tokens], and the signs of
-// their projections, [num_kv_heads, num_groups, num_tokens].
+// keys less those, one over their norms, 0 where they have no direction, [num_kv_heads, num_tokens]; and either the
+// signs of their projections, [num_kv_heads, num_groups, num_tokens], or the tables that they are sorted into: where
+// buckets begin, [num_kv_heads, num_tables, num_buckets + 1], and rows, [num_kv_heads, num_tables, num_tokens].
 struct Hashed {
   const float *means, *inv_norms;
-  const uint16_t* signs;
+  const uint16_t* signs;  // null: sorted
+  const uint32_t* offsets = nullptr;
+  const uint16_t* ids = nullptr;
 };
 
 class Tables : public Index {
@@ -58,6 +61,7 @@ class Tables : public Index {
   };
   void zero_gaps() const;  // between what is in memory: it may go to files
   void take(const Hashed& hashed) const;
+  bool take_table(const Hashed& hashed, uint32_t kv_head, uint32_t table) const;  // whether it is one
   void hash(const Kernels& kernels, const char* rows, uint32_t kv_head, uint16_t* bits) const;
   void find_keys_at_mean(uint32_t kv_head);
   bool valid(uint32_t kv_head, uint32_t table) const;

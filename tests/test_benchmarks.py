@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import magicpig
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -16,12 +18,16 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def script(monkeypatch):
     """Runs a script, given its name and its arguments."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = magicpig.num_threads(), torch.get_num_threads()
 
     def run(name, *arguments, device=("--device", "cpu")):
+        device = () if name == "tables" else device
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *device, *arguments])
         importlib.import_module(name).main()
 
-    return run
+    yield run
+    magicpig.set_num_threads(threads[0])
+    torch.set_num_threads(threads[1])
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,11 @@ def script(monkeypatch):
         ("budget", "--context 1k,2k", "the context must be one length, not '1k,2k'"),
         ("budget", "--new-tokens 0", "--new-tokens: must be a whole number from 1, not '0'"),
         ("budget", "--json .", "--json: '.' is a folder"),
+        (
+            "tables",
+            "--tokens 4k,1M",
+            "--tokens: a segment has 65,536 tokens at most, not 1,048,576",
+        ),
         ("timeline", "--batch 0", "--batch: must be a whole number from 1, not '0'"),
         ("timeline", "--trace .", "--trace: '.' is a folder"),
         ("timeline", "--read a.json --trace b.json", "--read runs nothing that --trace could"),
@@ -188,6 +199,14 @@ def test_a_trace_tells_what_works_at_the_same_time(script, tmp_path, capsys):
         trace.write_text(text)
         with pytest.raises(SystemExit, match=message):
             script("timeline", "--read", str(trace))
+
+
+def test_tables_are_sorted_and_taken(script, capsys):
+    script("tables", "--tokens", "100,2k", "--threads", "1")
+    said = capsys.readouterr().out
+    for tokens in "100", "2,048":
+        for name in "sorted", "taken":
+            assert re.search(rf"^\| {tokens} \| CPU, 1 \| {name} \| [\d.]+ \|", said, re.M)
 
 
 def test_steps_are_traced(script, model, tmp_path, capsys):

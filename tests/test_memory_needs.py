@@ -48,10 +48,13 @@ def test_prompts_take_more_while_they_are_read():
     assert reading == Memory(LAYERS * pinned, 3 * 1000 * VECTORS)
     assert needs("full", GPU).reading(1000) == Memory(0, 2 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).reading(1000)
-    signs, norms = 2**14, 2**13  # of 1,024 keys of two heads: three words of 16 bits each, a float
-    assert mixed == Memory(2 * (pinned + signs + norms), 3 * 1000 * VECTORS)
+    ids, norms, borders = 2**16, 2**13, 2**11  # twelve tables of 1,024 keys of two heads, a float
+    assert mixed == Memory(2 * (pinned + ids + norms + borders), 3 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).blocks(1000)
-    assert mixed == {SMALL_BLOCK: 2 * pinned, signs: 2 * signs, norms: 2 * norms}
+    sizes = ids, norms, borders
+    assert mixed == {SMALL_BLOCK: 2 * pinned, **{each: 2 * each for each in sizes}}
+    mixed = needs("lsh:13:12", GPU, dense=(0, 2)).blocks(1000)  # ten words of 16 signs
+    assert mixed == {SMALL_BLOCK: 2 * pinned, 2**16: 2 * 2**16, norms: 2 * norms}
     long = needs("cpu-dense", GPU).blocks(300_000)  # 19.2 MB
     assert long == {BLOCK: 2 * LAYERS * 3 * BLOCK}
     copies = 2 * 3 * 1000 * VECTORS  # of three layers at a time
@@ -76,7 +79,9 @@ def test_layers_that_a_gpu_keeps_are_copied_when_they_grow():
 def test_hashing_takes_memory_by_heads_and_tables():
     asked = [of_8b(method).workspace() for method in ("scan:2:1%", "lsh:10:150", "lsh:10:300")]
     hashing = [each - asked[0] for each in asked]
-    assert hashing == [0, 65_536 * 9_216, 65_536 * 12_224]
+    borders = 2 * 8 * 8 * 1024  # of a table: where buckets begin, and how far they have come
+    keys = 65_536 * (9_216 + 2 * 8 * 2 * 150), 65_536 * (12_224 + 2 * 8 * 2 * 300)
+    assert hashing == [0, keys[0] + 150 * borders, keys[1] + 300 * borders]
 
 
 def test_dense_layers_count_on_the_gpu():

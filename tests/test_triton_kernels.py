@@ -106,6 +106,40 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     torch.testing.assert_close(alone[fine].float(), near[0].cpu()[fine], atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "tables", "tokens"),
+    [(10, 5, 2048), (5, 13, 1000), (11, 3, 257), (1, 9, 33), (12, 2, 1), (7, 4, 256)],
+)
+def test_keys_sorted_into_tables(bits, tables, tokens, alike):
+    from magicpig.kv.tables_on_gpu import sort
+
+    torch.manual_seed(0)
+    signs = torch.randint(-(2**15), 2**15, (2, -(-bits * tables // 16), tokens)).short()
+    if alike:  # most keys share their buckets, in runs
+        signs[:, :, : 2 * tokens // 3] = signs[:, :, :1]
+        signs[:, :, ::5] = signs[:, :, -1:].clone()
+    expected = reference.sorted_into_tables(signs, tables, bits)
+    for mine, theirs in zip(sort(signs.to(DEVICE), tables, bits), expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs.to(mine.dtype))
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU: interpreted it takes minutes")
+@pytest.mark.parametrize("tokens", [65_536, 32_700, 5000])
+def test_many_long_tables(tokens):
+    """As many as warps, and more, work side by side: again and again the same."""
+    from magicpig.kv.tables_on_gpu import sort
+
+    torch.manual_seed(tokens)
+    signs = torch.randint(-(2**15), 2**15, (8, 94, tokens)).short()
+    signs[:, ::3, 100:4000] = signs[:, ::3, 99:100]
+    expected = reference.sorted_into_tables(signs, 150, 10)
+    there = signs.to(DEVICE)
+    for _ in range(5):
+        for mine, theirs in zip(sort(there, 150, 10), expected, strict=True):
+            assert torch.equal(mine.cpu(), theirs.to(mine.dtype))
+
+
 def test_each_waits_for_the_other():
     from magicpig.attention import exchange_on_gpu
 

@@ -188,6 +188,56 @@ void test_growing_segments(const Geometry& geometry) {
   CHECK(throws<std::invalid_argument>([&] { GrowingSegment(geometry, 65537); }));
 }
 
+// Tables that were sorted elsewhere draw what the same tables do that were sorted here; others are refused.
+void test_tables_sorted_elsewhere() {
+  const Geometry geometry{2, 2, 16, kBF16, make_lsh(4, 10, 2, 16), nullptr, 0};
+  const std::vector<float> queries = gaussian(2 * 16, 23);
+  const char* bytes = reinterpret_cast<const char*>(queries.data());
+  for (uint32_t count : {1u, 64u, 301u}) {
+    const Tokens tokens(geometry, count, 17);
+    const TensorView keys = tokens.view(tokens.keys, 0), values = tokens.view(tokens.values, 0);
+    LayerKV here(geometry);
+    here.append(keys, values, count);
+    const auto& tables = dynamic_cast<const Tables&>(*here.segments()->at(0)->index());
+    std::vector<uint32_t> offsets;
+    std::vector<uint16_t> ids;
+    for (uint32_t head = 0; head < 2; ++head) {
+      const std::vector<int32_t> codes = tables.codes(head);
+      for (uint32_t table = 0; table < 10; ++table) {
+        const size_t first = ids.size();
+        for (int32_t bucket = 0; bucket < 16; ++bucket) {
+          offsets.push_back(static_cast<uint32_t>(ids.size() - first));
+          for (uint32_t i = 0; i < count; ++i)
+            if (codes[size_t{i} * 10 + table] == bucket) ids.push_back(static_cast<uint16_t>(i));
+        }
+        offsets.push_back(count);
+      }
+    }
+    const std::vector<float> means(2 * 16), inv_norms(2 * count, 1.0f);
+    const auto finished = [&] {
+      GrowingSegment growing(geometry, count);
+      growing.add(keys, values, count);
+      const Hashed hashed{means.data(), inv_norms.data(), nullptr, offsets.data(), ids.data()};
+      return growing.finish(&hashed);
+    };
+    LayerKV there(geometry);
+    there.adopt(finished());
+    const auto a = sample(geometry, runs_of(*here.segments()), bytes, kF32, 0.25f);
+    const auto b = sample(geometry, runs_of(*there.segments()), bytes, kF32, 0.25f);
+    for (size_t head = 0; head < 2; ++head) CHECK(a[head].rows == b[head].rows);
+    const auto refused = [&](auto& numbers, size_t place, auto value) {
+      const auto before = std::exchange(numbers[place], value);
+      CHECK(throws<std::invalid_argument>(finished));
+      numbers[place] = before;
+    };
+    refused(ids, ids.size() - 1, static_cast<uint16_t>(count));
+    refused(ids, size_t{0}, uint16_t{65535});
+    if (count > 1) refused(ids, ids.size() - 1, ids[ids.size() - 2]);
+    for (uint32_t value : {count + 1, count - 1, 0xffffffffu}) refused(offsets, offsets.size() - 1, value);
+    refused(offsets, size_t{0}, 1u);
+  }
+}
+
 // Saved codes are as good as the fresh ones; any other bytes of their size draw some rows of the segment.
 void test_adopted_codes() {
   std::mt19937 engine(1);
@@ -282,6 +332,7 @@ int main() {
   set_num_threads(2);
   test_steps();
   test_bad_numbers_and_refusals();
+  test_tables_sorted_elsewhere();
   test_adopted_segments();
   test_growing_segments({4, 2, 24, kBF16, make_lsh(5, 21, 2, 24), nullptr, 32});
   test_growing_segments({4, 2, 24, kBF16, nullptr, make_scan(2, 0.2f, 4, 24), 32});

@@ -24,9 +24,9 @@ class LayerKV:
 
     def fork(self) -> LayerKV: ...
 
-    def append_hashed(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)], found: tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]]) -> None:
+    def append_hashed(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)], found: tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]] | tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]]) -> None:
         """
-        Adds a segment whose keys were hashed elsewhere. found: means of the keys [num_kv_heads, head_dim]; of keys less those, one over their norms, or 0, [num_kv_heads, tokens], and signs of their projections [num_kv_heads, projections / 16, tokens], sixteen to a number.
+        Adds a segment whose keys were hashed elsewhere. found: means of the keys [num_kv_heads, head_dim]; of keys less those, one over their norms, or 0, [num_kv_heads, tokens]; and either signs of their projections [num_kv_heads, projections / 16, tokens], sixteen to a number, or the tables that they are sorted into: where buckets begin [num_kv_heads, num_tables, buckets + 1], and rows [num_kv_heads, num_tables, tokens].
         """
 
     def read(self, first: int, keys: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')], values: Annotated[torch.Tensor, dict(shape=(None, None, None), order='C', device='cpu')]) -> None:
@@ -73,7 +73,7 @@ class GrowingSegment:
     def add(self, keys: Annotated[torch.Tensor, dict(device='cpu', writable=False)], values: Annotated[torch.Tensor, dict(device='cpu', writable=False)]) -> None:
         """The next tokens."""
 
-    def finish(self, found: tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]] | None = None) -> None:
+    def finish(self, found: tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]] | tuple[Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint32', shape=(None, None, None), order='C', device='cpu', writable=False)], Annotated[torch.Tensor, dict(dtype='uint16', shape=(None, None, None), order='C', device='cpu', writable=False)]] | None = None) -> None:
         """
         Adds the segment to kv, when all tokens are there. found: as in LayerKV.append_hashed; None: found here, where it is needed.
         """

@@ -45,6 +45,24 @@ def codes(x: Tensor, lsh: LSHConfig) -> Tensor:
     return (bits << torch.arange(lsh.bits_per_table)).sum(-1)
 
 
+def sorted_into_tables(
+    signs: Tensor, num_tables: int, bits_per_table: int
+) -> tuple[Tensor, Tensor]:
+    """Keys by their buckets, from signs of projections, sixteen to an int16 [kv_heads, words, n]:
+    where buckets begin [kv_heads, L, 2**K + 1], and one bucket's keys after the other's, in their
+    order, [kv_heads, L, n]."""
+    words = torch.nn.functional.pad(signs.int() & 0xFFFF, (0, 0, 0, 1)).long()
+    tables = []
+    for table in range(num_tables):
+        word, shift = divmod(table * bits_per_table, 16)
+        both = words[:, word] | words[:, word + 1] << 16
+        tables.append(both >> shift & 2**bits_per_table - 1)
+    in_order, ids = torch.stack(tables, 1).sort(dim=2, stable=True)
+    buckets = torch.arange(2**bits_per_table + 1, device=signs.device)
+    borders = buckets.expand(*in_order.shape[:2], -1).contiguous()
+    return torch.searchsorted(in_order, borders), ids
+
+
 def centre(keys: Tensor) -> Tensor:
     """Keys [n, head_dim] less their mean; zeros for keys at the mean.
 

@@ -271,9 +271,8 @@ class Needs:
         hashing = 0
         if isinstance(self.plan.method, Lsh):
             shape = self._shape
-            each = bytes_hashing(self.plan.method.index, shape)
             longest = getattr(text, "max_position_embeddings", None) or LONGEST
-            hashing = each * min(LONGEST, longest)
+            hashing = bytes_hashing(self.plan.method.index, shape, min(LONGEST, longest))
         return int(self.part_tokens * widths * self.dtype.itemsize) + hashing + RECORDED
 
     @property

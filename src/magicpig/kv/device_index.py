@@ -1,11 +1,13 @@
-"""Keys hashed on the model's device: the native core sorts what it finds into tables.
+"""Keys hashed on the model's device, which sorts them into tables as well if it has Triton; if not,
+the native core does.
 
-A GPU hashes keys in a fraction of the time that a CPU takes. Signs agree with the native core's but
+A GPU does both in a fraction of the time that a CPU takes. Signs agree with the native core's but
 for projections within rounding of zero.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -26,6 +28,8 @@ from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
 AT_MEAN = 1e-4  # nearer to the mean than this share of its norm, a key has no direction
 MAX_NORM = 1e18
+MOST_BITS = 12  # of tables that are sorted on a GPU
+UNSIGNED = {torch.int16: np.uint16, torch.int32: np.uint32}
 
 
 def append_from(device: torch.device, kv: LayerKV, keys: Tensor, values: Tensor) -> None:
@@ -90,7 +94,7 @@ class _Ahead:
         assert isinstance(kv.index, LSHConfig)
         self._free = _places
         self._place = self._free.get_nowait()
-        found = hash_keys(keys.to(kv.dtype), kv.index)
+        found = found_of(keys.to(kv.dtype), kv.index)
         self._found = [courier(keys.device).fetch(tensor) for tensor in found]
 
     def __del__(self) -> None:
@@ -109,7 +113,7 @@ def _found_by(device: torch.device, keys: Sequence[Tensor], kv: LayerKV) -> Any:
     memory to find it out: the native core can too."""
     assert isinstance(kv.index, LSHConfig)
     with _as_far_as_memory_goes(), turns(device), current(device):
-        found = hash_keys(_side_by_side(keys, device).to(kv.dtype), kv.index)
+        found = found_of(_side_by_side(keys, device).to(kv.dtype), kv.index)
         return _for_native(*map(_on_host, found))
     return None
 
@@ -138,20 +142,28 @@ def _as_far_as_memory_goes() -> Iterator[None]:
             raise
 
 
-def _for_native(means: Tensor, inv_norms: Tensor, signs: Tensor) -> Any:
-    return means, inv_norms, signs.numpy().view(np.uint16)
+def _for_native(means: Tensor, inv_norms: Tensor, *found: Tensor) -> Any:
+    return means, inv_norms, *(tensor.numpy().view(UNSIGNED[tensor.dtype]) for tensor in found)
 
 
-def sizes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> tuple[int, int]:
-    """Bytes of the host's memory, for what is found of keys of so many tokens: norms and signs."""
-    return 4 * num_kv_heads * tokens, 2 * num_kv_heads * words_of(lsh) * tokens
+def sizes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> tuple[int, ...]:
+    """Bytes of the host's memory, for what is found of keys of so many tokens: norms, and tables or
+    signs."""
+    norms = 4 * num_kv_heads * tokens
+    if not sorted_there(lsh):
+        return norms, 2 * num_kv_heads * words_of(lsh) * tokens
+    tables = num_kv_heads * lsh.num_tables
+    return norms, 4 * tables * (2**lsh.bits_per_table + 1), 2 * tables * tokens
 
 
-def bytes_hashing(lsh: LSHConfig, shape: LayerShape) -> int:
-    """Of the device's memory for each token: what is found, and one head's keys in float32 and
-    float64; once ahead, and once beside that, with the keys."""
-    each = shape.num_kv_heads * (2 * words_of(lsh) + 4) + 16 * shape.head_dim
-    return 2 * each + shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+def bytes_hashing(lsh: LSHConfig, shape: LayerShape, tokens: int) -> int:
+    """Of the device's memory: what is found, and one head's keys in float32 and float64; once
+    ahead, and once beside that, with the keys."""
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    each = tokens * (heads * (2 * words_of(lsh) + 4) + 16 * dim)
+    if sorted_there(lsh):
+        each += heads * lsh.num_tables * (2 * tokens + 8 * 2**lsh.bits_per_table)
+    return 2 * each + tokens * heads * dim * shape.dtype.itemsize
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -162,6 +174,46 @@ def _on_host(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return copied
+
+
+def sorted_there(lsh: LSHConfig) -> bool:
+    """Whether a GPU sorts keys into such tables. With more bits buckets hold fewer keys than their
+    borders take."""
+    return lsh.bits_per_table <= MOST_BITS
+
+
+def found_of(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, ...]:
+    """What the native core wants to know of keys [num_kv_heads, tokens, head_dim]: their means, and
+    one over their norms, as hash_keys has them; and the tables, if the device sorts, or signs."""
+    means, inv_norms, signs = hash_keys(keys, lsh)
+    shape = lsh.num_tables, lsh.bits_per_table
+    if not sorted_there(lsh) or not has_triton(signs) or not _sorts_right(signs.device, *shape):
+        return means, inv_norms, signs
+    from magicpig.kv import tables_on_gpu
+
+    return means, inv_norms, *tables_on_gpu.sort(signs, *shape)
+
+
+@lru_cache(maxsize=8)
+def _sorts_right(device: torch.device, num_tables: int, bits_per_table: int) -> bool:
+    """Tried before it is relied on: a key in the wrong bucket would be no error but a bias, and the
+    kernel counts on which lanes of a warp Triton gives keys to."""
+    from magicpig.kv import tables_on_gpu
+
+    shape = 2, -(-num_tables * bits_per_table // 16), 1000
+    signs = np.random.default_rng(0).integers(-(2**15), 2**15, shape, dtype=np.int16)
+    signs[:, :, 500:700] = signs[:, :, :1]  # keys that share their buckets
+    there = torch.from_numpy(signs).to(device)
+    found = tables_on_gpu.sort(there, num_tables, bits_per_table)
+    expected = reference.sorted_into_tables(there, num_tables, bits_per_table)
+    if all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True)):
+        return True
+    warnings.warn(
+        f"{device} sorts keys into other tables than it should ({bits_per_table} bits, "
+        f"{num_tables} tables), so the CPU sorts them: prompts take longer. Please report it.",
+        stacklevel=2,
+    )
+    return False
 
 
 def hash_keys(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from magicpig.config import IndexConfig, ScanConfig
 LONGEST = 65_536  # tokens of a segment, as in segment.h
 LEAST_EARLY = 4096  # far tokens that are not made so all at the end, or codes of some of them
 BUILT_AT_ONCE = 3  # layers, of prompts that are being read
-MOST_AHEAD = 8  # segments whose keys are hashed before the native core has time for them
+MOST_AHEAD = 6  # segments whose keys are sorted or hashed before the native core has time for them
 FANOUT = 4  # as in layer_kv.cpp
 FOLLOWED = 4096  # blocks; what comes behind them is taken to be added and no more
 
