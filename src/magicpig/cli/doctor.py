@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from magicpig.cli.spinner import spinner
 
 if TYPE_CHECKING:
     from magicpig.health import Finding
@@ -42,20 +43,16 @@ def doctor(
 
 def examined(quick: bool) -> tuple[Report, list[Finding]]:
     """Facts of each check by its name, and all findings. A spinner turns on a terminal."""
-    from rich.console import Console
-
     from magicpig.health import CHECKS, MEASURED
 
-    console = Console(stderr=True)
     report: Report = {}
     findings: list[Finding] = []
-    with console.status("examining") if console.is_terminal else nullcontext() as spinner:
+    with spinner("examining") as say:
         for name, check in CHECKS.items():
             if quick and name in MEASURED:
                 report[name] = None
                 continue
-            if spinner is not None:
-                spinner.update(f"examining: {name.replace('_', '-')}")
+            say(f"examining: {name.replace('_', '-')}")
             report[name], found = check()
             findings += found
     return report, findings

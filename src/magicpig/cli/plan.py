@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from magicpig.cli.inputs import one_length
+from magicpig.cli.spinner import spinner
 
 if TYPE_CHECKING:
     from magicpig.planning.costs import Machine
@@ -77,12 +77,6 @@ def plan(
     Figures come from a cost model (docs/performance.md): bytes and operations of a step over what
     the machine gives of both. They are estimates.
     """
-    from dataclasses import replace
-
-    from magicpig.planning import plan as planning
-    from magicpig.planning.costs import Load, Machine
-    from magicpig.planning.geometry import geometry_of
-
     if listed:
         return show_machines(as_json)
     for flag, share in (("--lsh-share", lsh_share), ("--scan-share", scan_share)):
@@ -90,24 +84,23 @@ def plan(
             raise ValueError(f"{flag} must be above 0 and at most 1, not {share}")
     tokens = one_length("--context", context)
     assert tokens is not None
-    of_gpu = [
-        quantity("--gpu-memory", gpu_memory),
-        quantity("--gpu-bandwidth", gpu_bandwidth, "864GB/s"),
-    ]
-    bandwidth = quantity("--cpu-bandwidth", cpu_bandwidth, "300GB/s")
-    memory = quantity("--cpu-memory", cpu_memory, "256GiB")
-    geometry = geometry_of(model)
-    machine = machine_for(gpu, of_gpu, cpu, here)
-    chosen_cpu = machine.cpu
-    if cores:
-        chosen_cpu = chosen_cpu.with_cores(cores)
-    if bandwidth:
-        gathered = chosen_cpu.gather / chosen_cpu.stream * bandwidth
-        chosen_cpu = replace(chosen_cpu, stream=bandwidth, gather=gathered)
-    if memory:
-        chosen_cpu = replace(chosen_cpu, memory=memory)
-    load = Load(tokens, lsh_share, scan_share)
-    report = planning.as_dict(geometry, Machine(machine.gpu, chosen_cpu), load, batch)
+    with spinner("measuring this machine" if here else "planning"):
+        from magicpig.planning import plan as planning
+        from magicpig.planning.costs import Load
+        from magicpig.planning.geometry import geometry_of
+
+        of_gpu = [
+            quantity("--gpu-memory", gpu_memory),
+            quantity("--gpu-bandwidth", gpu_bandwidth, "864GB/s"),
+        ]
+        of_cpu = [
+            quantity("--cpu-bandwidth", cpu_bandwidth, "300GB/s"),
+            quantity("--cpu-memory", cpu_memory, "256GiB"),
+        ]
+        geometry = geometry_of(model)
+        machine = with_cpu_of(machine_for(gpu, of_gpu, cpu, here), cores, *of_cpu)
+        load = Load(tokens, lsh_share, scan_share)
+        report = planning.as_dict(geometry, machine, load, batch)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -132,23 +125,25 @@ def machine_for(
     known = None if without or (here and gpu is None) else any_gpu(gpu or "L20", *limits)
     if not here:
         return Machine(known, named(cpu or "Xeon-8563C", CPUS, "--cpu"))
-    with measuring():
-        own = this_gpu() if gpu is None else None
-        if gpu is None and own is None and any(limits):
-            flag = "--gpu-memory" if limits[0] else "--gpu-bandwidth"
-            raise ValueError(f"{flag} is of a GPU, and there is none here: name one by --gpu")
-        found = Machine(limited(own, *limits) if own else known, this_cpu())
+    own = this_gpu() if gpu is None else None
+    if gpu is None and own is None and any(limits):
+        flag = "--gpu-memory" if limits[0] else "--gpu-bandwidth"
+        raise ValueError(f"{flag} is of a GPU, and there is none here: name one by --gpu")
     if gpu is None and own is None:
         print("magicpig: there is no GPU here; --gpu plans for one all the same", file=sys.stderr)
-    return found
+    return Machine(limited(own, *limits) if own else known, this_cpu())
 
 
-def measuring() -> AbstractContextManager[object]:
-    """Says so, where somebody watches."""
-    from rich.console import Console
+def with_cpu_of(
+    machine: Machine, cores: int | None, bandwidth: float | None, memory: float | None
+) -> Machine:
+    """The same machine, but for what is given of its CPU."""
+    from dataclasses import replace
 
-    console = Console(stderr=True)
-    return console.status("measuring this machine") if console.is_terminal else nullcontext()
+    cpu = machine.cpu.with_cores(cores) if cores else machine.cpu
+    if bandwidth:
+        cpu = replace(cpu, stream=bandwidth, gather=cpu.gather / cpu.stream * bandwidth)
+    return replace(machine, cpu=replace(cpu, memory=memory) if memory else cpu)
 
 
 def show(report: dict[str, Any]) -> None:
