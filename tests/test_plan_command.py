@@ -268,6 +268,28 @@ def test_the_table_marks_the_best():
     assert "scan:2:1%" in best
 
 
+@pytest.mark.parametrize("gpu", ["RTX-4090", "none"])
+def test_where_nothing_fits_the_longest_context_that_does_is_named(gpu):
+    memory = ["--cpu-memory", "16GiB" if gpu != "none" else "24GiB"]
+    report = json.loads(run("--json", "--gpu", gpu, *memory).stdout)
+    longest = report["longest_that_fits"]
+    assert report["best"] is None
+    for tokens, fits in ((longest["context"], True), (longest["context"] + 1024, False)):
+        found = json.loads(run("--json", "--gpu", gpu, *memory, "--context", str(tokens)).stdout)
+        of_batch = {row["system"]: row["batch"] for row in found["systems"]}
+        assert any(of_batch.values()) is fits
+        assert bool(of_batch[longest["system"]]) is fits
+        assert (found["longest_that_fits"] is None) is fits
+    said = run("--gpu", gpu, *memory).stdout.splitlines()[-1]
+    assert said == f"Nothing fits. {longest['context']:,} tokens would, with {longest['system']}."
+
+
+def test_where_not_even_a_short_context_fits():
+    said = run("--model", "llama-3.1-70b", "--gpu", "RTX-4090").stdout.splitlines()[-1]
+    assert said.startswith("Nothing fits, not even 1,024 tokens")
+    assert run("--gpu", "none", "--cpu-memory", "1GiB", "--context", "500").exit_code == 0
+
+
 def test_json_has_all():
     result = run("--json", "--context", "16k", "--gpu", "rtx 4090", "--cores", "8", "--batch", "4")
     report = json.loads(result.stdout)

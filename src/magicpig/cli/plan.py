@@ -196,12 +196,13 @@ def show(report: dict[str, Any]) -> None:
         )
     Console(highlight=False, width=120).print(table)
     print(f"{WORDS}, gpu-only is --method full." if gpu else f"{WORDS}.")
-    best = report["best"]
-    print(
-        f"* {best} gives the most tokens/s. Estimates: docs/performance.md says how far off."
-        if best
-        else "Nothing fits: take a shorter --context, or more memory."
-    )
+    best, shorter = report["best"], report["longest_that_fits"]
+    if best:
+        print(f"* {best} gives the most tokens/s. Estimates: docs/performance.md says how far off.")
+    elif shorter:
+        print(f"Nothing fits. {shorter['context']:,} tokens would, with {shorter['system']}.")
+    else:
+        print("Nothing fits, not even 1,024 tokens: it takes more memory, or a smaller model.")
 
 
 def layers_of(model: dict[str, Any]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from magicpig.planning.costs import Load, Machine, Step, System, systems
 from magicpig.planning.geometry import ModelGeometry
 
 BATCHES = 256  # largest that is looked at
+SHORTER = 1024  # tokens by which contexts are shortened, where nothing fits
 ENOUGH = 0.99  # of the best throughput: the smallest batch that reaches it is taken
 
 
@@ -69,6 +71,19 @@ def best_of(found: list[Choice]) -> Choice | None:
     return max(fitting, key=lambda choice: choice.tokens_per_second, default=None)
 
 
+def longest_that_fits(model: ModelGeometry, machine: Machine, load: Load) -> dict[str, Any] | None:
+    """The longest context of which one sequence fits, and a system that it fits with; None: not
+    even a short one."""
+
+    def fitting(steps: int) -> list[str]:
+        shorter = replace(load, context=steps * SHORTER)
+        return [s.name for s in systems(model, machine, shorter) if s.largest_batch(1)]
+
+    most = load.context // SHORTER
+    steps = bisect_left(range(1, most + 1), True, key=lambda n: not fitting(n))
+    return {"context": steps * SHORTER, "system": fitting(steps)[0]} if steps else None
+
+
 def as_dict(model: ModelGeometry, machine: Machine, load: Load, most: int) -> dict[str, Any]:
     found = choices(model, machine, load, most)
     best = best_of(found)
@@ -81,4 +96,5 @@ def as_dict(model: ModelGeometry, machine: Machine, load: Load, most: int) -> di
         "context_too_long": load.context > (model.longest or load.context),
         "systems": [choice.as_dict() for choice in found],
         "best": best.system if best else None,
+        "longest_that_fits": None if best else longest_that_fits(model, machine, load),
     }
