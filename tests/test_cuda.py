@@ -28,6 +28,17 @@ def test_the_drop_in_gives_transformers_numbers(name, method):
     assert_same(ours, theirs, mask, 2e-3)  # GPUs sum in another order
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("method", ["full", "lsh"])
+def test_the_drop_in_on_a_gpu_that_is_not_the_current_one(method):
+    model = make_model("llama").to("cuda:1")
+    ids, mask = (tensor.to("cuda:1") for tensor in padded_prompts())
+    theirs, _ = run(model, ids, mask)
+    with hf.enable(model, method, lsh=EVERYTHING, window=SMALL, dense_layers=[]):
+        ours, _ = run(model, ids, mask)
+    assert_same(ours, theirs, mask, 2e-3)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 def test_the_engine_gives_transformers_tokens(name):
     here = loaded(name)

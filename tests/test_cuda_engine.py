@@ -168,6 +168,26 @@ def test_streams_differ_from_those_that_work_goes_beside():
     assert not any(courier.own_stream(device).cuda_stream in taken for _ in range(100))
 
 
+def test_copies_that_are_interrupted_keep_their_memory():
+    """Until they are done: what is asked of the GPU next may have it."""
+    one = courier.Courier(torch.device("cuda", 0))
+    here = one.host_memory((1 << 20,), torch.float32).fill_(1)
+    there = torch.zeros(1 << 20, device="cuda")
+
+    def copies():
+        torch.cuda._sleep(10**8)
+        yield here, there
+        raise KeyboardInterrupt
+
+    torch.cuda.synchronize()
+    with pytest.raises(KeyboardInterrupt):
+        one.send(copies())
+    del there
+    following = torch.full((1 << 20,), 7.0, device="cuda")
+    torch.cuda.synchronize()
+    assert (following == 7).all()
+
+
 def test_keys_are_hashed_between_the_steps_of_others(halved, monkeypatch):
     """By threads that ask the GPU for memory, which others have to wait for in recorded steps."""
     monkeypatch.setattr(segments, "LEAST_EARLY", 64)

@@ -242,5 +242,10 @@ def test_models_that_cannot_be_followed_are_refused():
     LLM(taken)
     with pytest.raises(ValueError, match="belongs to another LLM"):
         LLM(taken)
+    mended = loaded("llama")
+    for wrong in ({"cpu_memory": "much"}, {"gpu_memory": "1GB"}, {"cpu_memory": -1}):
+        with pytest.raises(ValueError, match="_memory"):
+            LLM(mended, **wrong)
+    assert LLM(mended).generate([[5, 6, 7]], greedy(2))  # which was not taken
     with pytest.raises(TypeError, match="not a LlamaForCausalLM"):
         LLM(make_model("llama"))

@@ -172,13 +172,16 @@ def test_tables_sorted_elsewhere_are_checked(tokens):
         kv._native.append_hashed(keys, values, (*found[:3], found[3].astype(np.int32)))
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_device_that_sorts_wrongly_leaves_it_to_the_cpu(right, monkeypatch, recwarn):
+@pytest.mark.parametrize("wrong", [None, 1000, 1024, "no such instruction"])
+def test_a_device_that_sorts_wrongly_leaves_it_to_the_cpu(wrong, monkeypatch, recwarn):
     """What a GPU gives is compared with plain torch's tables once, before it is relied on."""
+    right = wrong is None
 
     def sort(signs, num_tables, bits_per_table):
+        if isinstance(wrong, str):
+            raise RuntimeError(wrong)
         offsets, ids = reference.sorted_into_tables(signs, num_tables, bits_per_table)
-        if not right:
+        if signs.shape[2] == wrong:
             ids[-1, -1, -2:] = ids[-1, -1, -2:].flip(0)
         return offsets.int(), ids.short()
 
@@ -198,7 +201,8 @@ def test_a_device_that_sorts_wrongly_leaves_it_to_the_cpu(right, monkeypatch, re
     device_index._sorts_right.cache_clear()
     warnings = [str(each.message) for each in recwarn]
     assert len(warnings) == (not right)
-    assert right or "the CPU sorts them" in warnings[0]
+    fault = wrong if isinstance(wrong, str) else "its tables are others than they should be"
+    assert right or f"40 tables of 6 bits ({fault}): the CPU does" in warnings[0]
 
 
 def test_equal_keys_have_equal_tables():

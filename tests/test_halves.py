@@ -195,6 +195,38 @@ def test_steps_without_memory_for_graphs_are_run_without(on_device, place):
     assert set(graphs[0].done) == {"let go"}
 
 
+@pytest.mark.parametrize("part", ["prefill", "finish"])
+@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("kept", [True, False])
+def test_prompts_get_the_memory_of_recorded_steps(on_device, monkeypatch, part, failures, kept):
+    """A prompt for which there is too little is read once more, if there was any of theirs."""
+    expected = llm_for("lsh:4:12", True).generate(PROMPTS[:1], PARAMS)[0].completions[0].token_ids
+    llm = llm_for("lsh:4:12", True)
+    runner = llm.engine.runner
+    runner.part_tokens, runner.graphs = 16, (graphs := [Short(), Short()])
+    work, left = getattr(runner, part), [failures]
+
+    def failing(prefill):
+        if left[0] and prefill.done >= 16:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return work(prefill)
+
+    monkeypatch.setattr(runner, part, failing)
+    for each in graphs:  # `kept` is whether there are any
+        each.drop = lambda each=each: each.done.append("drop") or kept
+        each.prepared = lambda _: None
+    if failures == 1 and kept:
+        [generation] = llm.generate(PROMPTS[:1], PARAMS)
+        assert generation.completions[0].token_ids == expected
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            llm.generate(PROMPTS[:1], PARAMS)
+    assert [each.done for each in graphs] == [["drop"]] * 2
+    monkeypatch.setattr(runner, part, work)
+    assert llm.generate(PROMPTS[:1], PARAMS)[0].completions[0].token_ids == expected
+
+
 def test_models_that_cannot_be_recorded_are_not_tried_again(on_device):
     llm = llm_for("lsh:4:12", True)
     llm.engine.runner.graphs = graphs = [Short(), Short()]

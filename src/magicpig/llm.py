@@ -16,7 +16,7 @@ from magicpig.config import LSHConfig, WindowConfig, check_int
 from magicpig.engine.engine import Engine
 from magicpig.engine.memory import largest_batch, there_is
 from magicpig.engine.params import SamplingParams
-from magicpig.engine.runner import Runner
+from magicpig.engine.runner import Runner, needs_of
 from magicpig.engine.sampler import Choice
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import NO_USAGE, Event, Finish, Request, Usage
@@ -135,12 +135,15 @@ class LLM:
             raise ValueError("cpu_memory and memory_bytes are the same: give one of them")
         weights = sum(p.nbytes for p in loaded.model.parameters())
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
-        runner = Runner(loaded.model, plan, window or WindowConfig())
+        window = window or WindowConfig()
         limit = memory_bytes if cpu_memory is None else cpu_memory
+        # Before the model is the runner's: what is refused here may be asked for once more.
+        there = there_is(needs_of(loaded.model, plan, window), weights, limit, gpu_memory)
+        runner = Runner(loaded.model, plan, window)
         self.engine = Engine(
             runner,
             loaded.tokenizer,
-            Scheduler(there_is(runner.needs, weights, limit, gpu_memory), max_sequences),
+            Scheduler(there, max_sequences),
             frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
             self.max_length,
         )

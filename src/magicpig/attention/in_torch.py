@@ -48,14 +48,20 @@ def attention_in_torch(
         )
     # What all queries see, then what they see of each other: no mask is ever written out.
     seen = tokens - num_queries
-    batch, kv_heads = keys.shape[:2]
-    folded = queries.reshape(batch, kv_heads, -1, queries.shape[-1])  # a group's heads end to end
+    folded = _folded(queries, keys)
     past, past_lse = _flash(folded, keys[:, :, :seen], values[:, :, :seen], False, scale)
     own_keys, own_values = _for_each_head(queries, keys[:, :, seen:], values[:, :, seen:])
     own, own_lse = _flash(queries, own_keys, own_values, True, scale)
     shape = own.shape
     out, _ = merge(past.reshape(shape).float(), past_lse.reshape(shape[:-1]), own.float(), own_lse)
     return out.to(queries.dtype)
+
+
+def _folded(queries: Tensor, keys: Tensor) -> Tensor:
+    """Queries [batch, kv_heads, queries of a group's heads, dim], one head's behind the other's:
+    keys that a group shares need not be repeated for them."""
+    batch, kv_heads = keys.shape[:2]
+    return queries.reshape(batch, kv_heads, -1, queries.shape[-1])
 
 
 def _for_each_head(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +93,15 @@ def _flash(
 def _in_parts(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Causal attention, some queries at a time."""
     num_queries, tokens = queries.shape[2], keys.shape[2]
-    keys, values = _for_each_head(queries, keys, values)
+    group = queries.shape[1] // keys.shape[1]
     outs = []
     for part in _parts(queries, tokens):
-        mask = _causal(num_queries, tokens, queries.device, part)
-        outs.append(attention_in_torch(queries[:, :, part], keys, values, mask, scale))
+        own = queries[:, :, part]
+        seen = _causal(num_queries, tokens, queries.device, part).repeat(group, 1)
+        out = scaled_dot_product_attention(
+            _folded(own, keys), keys, values, attn_mask=seen, scale=scale
+        )
+        outs.append(out.reshape(own.shape))
     return torch.cat(outs, 2)
 
 
@@ -119,7 +129,6 @@ def _by_scores(
 ) -> Tensor:
     """With bent scores, which torch's own attention does not know: some queries at a time."""
     num_queries, tokens = queries.shape[2], keys.shape[2]
-    keys, values = _for_each_head(queries, keys, values)
     lowest = torch.finfo(torch.float32).min  # not -inf: padding sees nothing, and must not be NaN
     outs = []
     for part in _parts(queries, tokens):
@@ -127,10 +136,13 @@ def _by_scores(
             own = _causal(num_queries, tokens, queries.device, part)
         else:
             own = mask[:, :, part]
-        scores = (queries[:, :, part] @ keys.transpose(2, 3)).float() * scale
+        mine = queries[:, :, part]
+        folded = _folded(mine, keys)
+        scores = (folded @ keys.transpose(2, 3)).float().view(*mine.shape[:3], tokens) * scale
         scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~own, lowest) if own.dtype == torch.bool else scores + own
-        outs.append(scores.softmax(-1).to(values.dtype) @ values)
+        weights = scores.softmax(-1).to(values.dtype)
+        outs.append((weights.view(*folded.shape[:3], tokens) @ values).view(mine.shape))
     return torch.cat(outs, 2)
 
 

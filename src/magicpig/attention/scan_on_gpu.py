@@ -242,7 +242,7 @@ class Drawing:
         self.codes = torch.empty(count, len(rotation), dtype=torch.int8, device=device)
         self.lines = torch.empty(count, 2, device=device)
         self.hashes = torch.empty(count, dtype=torch.int32, device=device)
-        self.logs = torch.empty(count, triton.next_power_of_2(sample), device=device)
+        self.sample = triton.next_power_of_2(sample)
         self.thresholds = torch.empty(count, device=device)
         sizes = (
             4 * count * room,
@@ -290,13 +290,14 @@ class Drawing:
         }
         asked = queries, self.codes, self.lines
         log_probability, starts, counts, totals, ids = self.parts
+        # Of this layer alone: recorded steps of all sizes share the memory.
+        logs = torch.empty(count, self.sample, device=queries.device)
         _sample[16 * self.batch, self.kv_heads](
-            table.segments, table.chunks, table.numbers, *asked, self.logs, self.logs.shape[1],
+            table.segments, table.chunks, table.numbers, *asked, logs, self.sample,
             scale, CHUNK=CHUNK, **same,
         )  # fmt: skip
         _threshold[(count,)](
-            self.logs, table.sizes, self.thresholds, totals, self.heads,
-            ROOM=self.logs.shape[1], num_warps=8,
+            logs, table.sizes, self.thresholds, totals, self.heads, ROOM=self.sample, num_warps=8,
         )  # fmt: skip
         _draw[128 * self.batch, self.kv_heads](
             table.segments, table.items, table.numbers[1:], *asked, self.hashes, self.thresholds,

@@ -10,6 +10,7 @@ from collections.abc import Sequence as List
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from magicpig.attention.gpu import is_out_of_memory
 from magicpig.engine.params import SamplingParams
 from magicpig.engine.runner import Prefill, Runner
 from magicpig.engine.sampler import BadLogits, Choice, Sampler, sample
@@ -140,9 +141,19 @@ class Engine:
             self.scheduler.start(request)
             self._choose(request.sequences, logits.expand(request.params.n, -1), events)
         except BaseException as error:  # whatever it is, other requests go on
-            events += self._end(request, Finish.ERROR, error)
-            self._raise_interrupt(error, events)
+            if not self._reads_again(request, error):
+                events += self._end(request, Finish.ERROR, error)
+                self._raise_interrupt(error, events)
         return events
+
+    def _reads_again(self, request: Request, error: BaseException) -> bool:
+        """Once, where recorded steps had memory that was too little for the prompt."""
+        if request.read_again or request.sequences or not is_out_of_memory(error):
+            return False
+        request.read_again = self.runner.drop_graphs()
+        if request.read_again:
+            self._reading = request, self.runner.begin(request.prompt_ids, request.known)
+        return request.read_again
 
     def _start(self, request: Request, kv: SequenceKV) -> None:
         sampler = Sampler(request.params, request.prompt_ids)

@@ -214,9 +214,11 @@ class Graphs:
         """Whether such a batch has a graph, or may get one."""
         return not self.broken and all(kv.kinds == kvs[0].kinds for kv in kvs)
 
-    def drop(self) -> None:
-        """All of them, for the memory that they take."""
+    def drop(self) -> bool:
+        """All of them, for the memory that they take; whether there were any."""
+        any_kept = bool(self._kept)
         self._kept.clear()
+        return any_kept
 
     @torch.inference_mode()
     def prepared(self, kvs: Sequence[SequenceKV]) -> StepGraphs | None:

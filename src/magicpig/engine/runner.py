@@ -92,22 +92,32 @@ def _let_go(graphs: Sequence[StepGraphs]) -> None:
         each.let_go()
 
 
+def needs_of(model: PreTrainedModel, plan: Plan, window: WindowConfig) -> Needs:
+    """What requests of a model need; raises for models that a runner cannot take."""
+    if model.config._attn_implementation == ENGINE:
+        raise ValueError("this model belongs to another LLM: load it once more")
+    check_weights(model)
+    check_supported(model.config.get_text_config(decoder=True))
+    if model.dtype not in DTYPES:
+        raise ValueError(f"the model's dtype must be one of {list(DTYPES)}, not {model.dtype}")
+    part_tokens = PREFILL_TOKENS if model.device.type == "cpu" else PREFILL_TOKENS_ON_GPU
+    return Needs(model.config, plan, window, model.dtype, model.device, part_tokens)
+
+
 class Runner:
     """model: used by this runner alone from now on; its attention is ours."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, window: WindowConfig) -> None:
         register()
-        if model.config._attn_implementation == ENGINE:
-            raise ValueError("this model belongs to another LLM: load it once more")
-        check_weights(model)
+        self.needs = needs_of(model, plan, window)
+        # A packed model has no parameters that would tell.
+        self.device, self.dtype = self.needs.device, self.needs.dtype
+        self.part_tokens = self.needs.part_tokens
         model.train(False)
         model.set_attn_implementation(ENGINE)
         if model.config._attn_implementation != ENGINE:
             raise ValueError(f"{type(model).__name__} does not let its attention be replaced")
-        if model.dtype not in DTYPES:
-            raise ValueError(f"the model's dtype must be one of {list(DTYPES)}, not {model.dtype}")
         self.model = model
-        self.device, self.dtype = model.device, model.dtype  # a packed model has no parameters
         with self._there():
             pack(model)
             if self.device.type == "cuda":
@@ -117,13 +127,10 @@ class Runner:
         )
         self.plan = plan
         on_cpu = self.device.type == "cpu"
-        self.part_tokens = PREFILL_TOKENS if on_cpu else PREFILL_TOKENS_ON_GPU
         self.prompts_on_host = not on_cpu  # where the CPU keeps the far context
         self.halves = None if on_cpu or not plan.method.on_host else Halves(self.device)
         self.window = window
-        self.needs = Needs(model.config, plan, window, self.dtype, self.device, self.part_tokens)
         config = model.config.get_text_config(decoder=True)
-        check_supported(config)
         kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
         # Layers of other kinds keep the model's own state, which cannot be batched afterwards; and
         # some rotary embeddings depend on the longest sequence of a batch.
@@ -281,12 +288,17 @@ class Runner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+        self.drop_graphs()
+        return None
+
+    def drop_graphs(self) -> bool:
+        """Steps are not recorded for a while, and those that were give their memory back; whether
+        there were any."""
         self._without = STEPS_WITHOUT
-        for each in self.graphs:
-            each.drop()
+        dropped = [each.drop() for each in self.graphs]
         gc.collect()
         torch.cuda.empty_cache()
-        return None
+        return any(dropped)
 
     def _prepared(
         self, kvs: list[SequenceKV], token_ids: list[int], parts: list[slice]

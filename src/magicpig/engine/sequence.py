@@ -49,6 +49,7 @@ class Request:
 
     known: keys and values of the prompt's first tokens, read before.
     keep_prompt: whether `prompt` is to hold the prompt's keys and values once it is read.
+    read_again: whether reading began anew, after there was too little memory for it.
     """
 
     id: int
@@ -57,6 +58,7 @@ class Request:
     needed: Needed = field(default_factory=Needed)
     known: SequenceKV | None = None
     keep_prompt: bool = False
+    read_again: bool = False
     prompt: SequenceKV | None = None
     sequences: list[Sequence] = field(default_factory=list)
     # By time.perf_counter: reading the prompt began, it was done, the last completion ended.

@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from magicpig.attention.exact import exact_attention
 from magicpig.config import UnsupportedModel
 from magicpig.hf.tagged import TAG, TaggedLayer, expect_none
+from magicpig.kv.courier import current
 
 DROP_IN = "magicpig"  # masks as for transformers' own attention
 ENGINE = "magicpig_engine"  # no masks: nothing is padded
@@ -35,7 +36,8 @@ def attention(
     if layer is not None:
         _refuse_what_counts(module, dropout, kwargs)
         layer.receive(key, value)
-        return layer.attend(query, key, value, attention_mask, scale, softcap), None
+        with current(query.device):  # which kernels of ours do not choose by their tensors
+            return layer.attend(query, key, value, attention_mask, scale, softcap), None
     expect_none()
     _refuse_unknown_tensors(kwargs, {*HARMLESS, "position_bias"})
     if softcap is not None:  # which transformers' quick one cannot

@@ -32,18 +32,23 @@ class Courier:
         is done, and behind what was sent before.
 
         All contiguous, one of each pair in `host_memory`. The device's are not to be let go before
-        the errand's `before_device`.
+        the errand's `before_device`; of copies that come to be asked for in part, before an error
+        or an interrupt, they may be.
         """
         if self._stream is None:
             for source, target in copies:
                 target.copy_(source)
             return Errand(None, self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for source, target in copies:
+                    target.copy_(source, non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+        except BaseException:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            raise
         return Errand(event, self.device)
 
     def fetch(self, tensor: Tensor) -> tuple[Tensor, Errand]:
