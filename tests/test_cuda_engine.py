@@ -172,17 +172,17 @@ def test_copies_that_are_interrupted_keep_their_memory():
     """Until they are done: what is asked of the GPU next may have it."""
     one = courier.Courier(torch.device("cuda", 0))
     here = one.host_memory((1 << 20,), torch.float32).fill_(1)
-    there = torch.zeros(1 << 20, device="cuda")
+    there = [torch.zeros(1 << 20, device="cuda")]
 
     def copies():
         torch.cuda._sleep(10**8)
-        yield here, there
+        yield here, there.pop()
         raise KeyboardInterrupt
 
     torch.cuda.synchronize()
     with pytest.raises(KeyboardInterrupt):
         one.send(copies())
-    del there
+    gc.collect()
     following = torch.full((1 << 20,), 7.0, device="cuda")
     torch.cuda.synchronize()
     assert (following == 7).all()
