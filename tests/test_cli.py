@@ -48,11 +48,14 @@ def test_stdin_and_files_are_text(model, tmp_path):
     for name, arguments, stdin in (
         ("prompt", ["-p", "with a mark"], None),
         ("stdin", [], "with a mark"),
+        ("echo", [], "with a mark\n"),
+        ("echo on Windows", [], "with a mark\r\n"),
         ("both", ["-f", str(tmp_path / "a.txt"), "-f", "-", "-p", "?"], "and more"),
     ):
         counts[name] = json.loads(run(*base, *arguments, stdin=stdin).stdout)["prompt_tokens"]
-    assert counts["prompt"] == counts["stdin"] == len("with a mark")
-    assert counts["both"] == len("with a mark\n\nand more\n\n?")
+    both = counts.pop("both")
+    assert set(counts.values()) == {len("with a mark")}
+    assert both == len("with a mark\n\nand more\n\n?")
 
 
 def test_several_answers_are_numbered(model):
@@ -78,6 +81,17 @@ def test_several_answers_are_numbered(model):
         (["-f", __file__, "--save-context", "no/a.pig"], "the folder 'no' for --save-context"),
         (["-p", "x", "--device", "meta"], "device must be auto, cpu, cuda or cuda:N, not 'meta'"),
         (["-p", "x", "--threads", "0"], "--threads must be from 1 to 1024, not 0"),
+        (["-p", "caf\udce9"], "--prompt is not UTF-8 text: character 3 is '\\udce9'"),
+        (["-p", "x", "--system", "\ud800"], "--system is not UTF-8 text: character 0"),
+        (["-p", "x", "--stop", "a", "--stop", "\udce9"], "--stop is not UTF-8 text"),
+        (
+            ["-p", "x", "--context", "no.pig", "--truncate-left"],
+            "--save-context and --truncate-left",
+        ),
+        (
+            ["-p", "x", "--max-tokens", "9000", "--truncate-left"],
+            "--max-tokens 9000 leaves a prompt",
+        ),
         (["-p", "x" * 5000], "has 5"),  # both numbers: see test_too_long_a_prompt
     ],
 )
@@ -111,7 +125,7 @@ def test_too_long_a_prompt(model, tmp_path):
     base = ["--model", model, "-f", str(tmp_path / "a.txt"), "-p", "Why?", "--max-tokens", "9"]
     result = run(*base)
     assert result.exit_code == 1
-    assert "tokens; the model's context holds 4096" in result.stderr
+    assert "the model's context holds 4096: --truncate-left leaves the beginning" in result.stderr
     cut = json.loads(run(*base, "--truncate-left", "--json").stdout)
     assert cut["prompt_tokens"] == 4096 - 9
     assert cut["new_tokens"] == 9
@@ -247,6 +261,27 @@ def test_a_closed_pipe_ends_it_quietly(model):
     assert running.wait(timeout=60) == 141
     assert b"Traceback" not in errors
     assert b"BrokenPipe" not in errors
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("generate --model {model} --max-tokens 3 <&-", 1, "the prompt is empty"),
+        ("generate --model {model} -p Hi --max-tokens 3 >&-", 0, ""),
+        ("plan --list >&-", 0, ""),
+        ("plan --gpu none 2>&-", 0, ""),
+        ("--help > /dev/full", 1, "No space left"),
+        ("--version > /dev/full", 1, "No space left"),
+        ("plan --list > /dev/full", 1, "No space left"),
+        ("plan | true", 141, ""),
+        ("doctor --quick | true", 141, ""),
+    ],
+)
+def test_closed_and_full_outputs(model, command, code, said):
+    shell = f"set -o pipefail; {sys.executable} -m magicpig {command.format(model=model)}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert said in done.stderr
 
 
 def test_help_fits_a_screen_and_version_is_told():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 from samples import SETTINGS, many, record
@@ -66,6 +67,11 @@ def test_what_is_no_record_is_refused_and_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"line 1 of '.*samples.jsonl' is not JSON"):
         Records(tmp_path, SETTINGS)
     assert file.read_bytes() == broken
+    (tmp_path / "settings.json").write_text("{oops")
+    for opened in (partial(Records, tmp_path, SETTINGS), partial(records.read, tmp_path)):
+        file.write_bytes(b"")
+        with pytest.raises(ValueError, match=r"settings.json' is not JSON, or no object"):
+            opened()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from zoo import loaded
 
-from magicpig import LLM, SamplingParams
+from magicpig import LLM, LSHConfig, SamplingParams
 from magicpig.engine.sequence import Finish
 
 FREE = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
@@ -89,8 +89,20 @@ def test_chats(llm):
         llm.chat([])
     with pytest.raises(ValueError, match="a message has a role and a content, not"):
         llm.chat([{"rol": "user", "content": "Hi"}])
-    with pytest.raises(TypeError, match="a prompt is a text or a list of token ids, not None"):
-        llm.generate(None)
+    for bad in ({"role": "user", "content": "Hi"}, "Hi"):
+        with pytest.raises(TypeError, match="messages must be a list of messages, not "):
+            llm.chat(bad)
+    for content in (None, [{"type": "text", "text": "Hi"}]):
+        with pytest.raises(TypeError, match="the content of a message is a text, not "):
+            llm.chat([{"role": "user", "content": content}])
+    for bad in (None, [None], [1.5], {"a": 1}, b"Hi", [b"Hi"], ["Hi", 3]):
+        with pytest.raises(TypeError, match="a prompt is a text or a list of token ids, not "):
+            llm.generate(bad)
+    with pytest.raises(TypeError, match="params must be SamplingParams, not"):
+        llm.generate("Hi", {"max_tokens": 2})
+    with pytest.raises(ValueError, match=r"the text cannot be UTF-8: character 1 is '\\ud800'"):
+        llm.generate("a\ud800")
+    assert not llm.engine.has_work
     plain = LLM(loaded("llama"))
     plain.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
@@ -109,6 +121,8 @@ def test_bad_settings():
         ({"method": "none"}, "method must be one of"),
         ({"dense_layers": [-1]}, "dense_layers must be from 0 to 3"),
         ({"lsh": 7}, "lsh must be an LSHConfig"),
+        ({"window": 5}, "window must be a WindowConfig or None, not 5"),
+        ({"method": "lsh:8:75", "lsh": LSHConfig(9, 120)}, "leave one out"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             LLM(loaded("llama"), **arguments)

@@ -7,8 +7,10 @@ import shutil
 import huggingface_hub
 import pytest
 import torch
+import zoo
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from magicpig import LLM, SamplingParams
 from magicpig.models import BUILTIN, ModelError, load, loader
 from tests.processes import raising, run_python
 
@@ -59,6 +61,23 @@ def test_a_folder_loads(tiny_llama):
     ids = torch.tensor([loaded.tokenizer("hello")["input_ids"]])
     assert loaded.model(ids).logits.isfinite().all()
     assert loaded.tokenizer.decode(ids[0]) == "hello"
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+def test_every_model_that_works_loads_from_a_folder(name, tmp_path):
+    """Also those that transformers gives no quick attention of its own."""
+    here = zoo.loaded(name)
+    here.model.save_pretrained(tmp_path)
+    here.tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    trained_with = {"attn_implementation": "flash_attention_2"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **trained_with}))
+    found = [
+        LLM(model, method="lsh:4:12").generate([[5, 6, 7] * 20], SamplingParams(max_tokens=5))
+        for model in (here, load(str(tmp_path), device="cpu"))
+    ]
+    texts = [generation[0].completions[0].token_ids for generation in found]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

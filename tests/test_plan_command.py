@@ -317,9 +317,13 @@ def test_a_single_layer_is_dense(tmp_path):
 
 
 def test_any_folder_is_a_model(tmp_path):
-    make_model("llama").config.save_pretrained(tmp_path)
-    report = json.loads(run("--json", "--model", str(tmp_path)).stdout)
-    assert report["model"]["layers"] == 4
+    for name, layers in (("llama", 4), ("gemma2", 2)):
+        make_model(name).config.save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        written["attn_implementation"] = "flash_attention_2"  # which it was trained with
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        report = json.loads(run("--json", "--model", str(tmp_path)).stdout)
+        assert report["model"]["layers"] == layers
 
 
 @pytest.mark.parametrize(
@@ -331,6 +335,12 @@ def test_any_folder_is_a_model(tmp_path):
         (["--gpu", "abacus", "--gpu-memory", "1GB"], "--gpu 'abacus' is not known"),
         (["--here", "--cpu", "EPYC-9354"], "leave --cpu out, or --here"),
         (["--gpu-bandwidth", "fast"], "--gpu-bandwidth must be a number and a unit, like 864GB/s"),
+        (["--gpu", ""], "--gpu '' is not known"),
+        (["--cpu", ""], "--cpu '' is not known"),
+        (["--model", "falcon"], "does not let its attention be replaced"),
+        (["--model", "bloom"], "BloomForCausalLM does not let its attention be replaced"),
+        (["--model", "wrong"], "--model 'wrong' cannot be read: "),
+        (["--model", "empty"], "--model 'empty' cannot be read: "),
         (["--model", "bert"], "which does not continue text"),
         (["--model", "sinks"], "does not know learned sinks"),
         (["--model", "latent"], "keys of 192 dimensions and values of 128"),
@@ -362,6 +372,12 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path, arguments, message):
     AutoConfig.for_model("mistral", **window).save_pretrained("all-sliding")
     AutoConfig.for_model("mamba", num_hidden_layers=2).save_pretrained("mamba")
     AutoConfig.for_model("bert", architectures=["BertForMaskedLM"]).save_pretrained("bert")
+    for name in ("falcon", "bloom"):
+        AutoConfig.for_model(name, num_hidden_layers=2).save_pretrained(name)
+    for name, config in (("wrong", {"num_attention_heads": "x"}), ("empty", {})):
+        Path(name).mkdir()
+        model_type = {"model_type": "llama"} if config else {}
+        (Path(name) / "config.json").write_text(json.dumps({**model_type, **config}))
     AutoConfig.for_model("gpt_oss", num_hidden_layers=2).save_pretrained("sinks")
     AutoConfig.for_model("deepseek_v3", num_hidden_layers=2).save_pretrained("latent")
     AutoConfig.for_model("llama", num_key_value_heads=7).save_pretrained("uneven")

@@ -188,7 +188,9 @@ def test_a_plan_has_dense_layers():
 def test_lsh_of_a_plan():
     tables = LSHConfig(8, 20, seed=3, exact_below=5)
     assert make_plan("lsh", 4, tables).method.index == tables
-    assert make_plan("lsh:9:30", 4, tables).method == Lsh(9, 30)  # the spec says all
+    for method in ("lsh:9:30", Lsh(9, 30)):
+        with pytest.raises(ValueError, match="'lsh:9:30' says which hash tables, and lsh does"):
+            make_plan(method, 4, tables)
     assert make_plan("topk", 4, tables).method == TopK()
 
 
@@ -197,6 +199,12 @@ def test_lsh_of_a_plan():
     [
         ({"method": 3}, TypeError, "method must be a name or a Method, not 3"),
         ({"method": "lsh", "lsh": 3}, TypeError, "lsh must be an LSHConfig or None, not 3"),
+        ({"method": "lsh", "dense_layers": 5}, TypeError, "dense_layers must be a list of layers"),
+        (
+            {"method": "lsh", "dense_layers": "0"},
+            TypeError,
+            "dense_layers must be a list of layers",
+        ),
         ({"method": "lsh", "dense_layers": [4]}, ValueError, "dense_layers must be from 0 to 3"),
         ({"method": "lsh", "dense_layers": ["0"]}, ValueError, "dense_layers must be an int"),
     ],

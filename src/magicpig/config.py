@@ -65,6 +65,13 @@ class WindowConfig(Strict):
         check_int("local", self.local, 1, 65536)
         check_int("block", self.block, 1, 65536)
 
+    @classmethod
+    def given(cls, window: WindowConfig | None) -> WindowConfig:
+        """As callers give it; None: the default one."""
+        if window is not None and not isinstance(window, cls):
+            raise TypeError(f"window must be a WindowConfig or None, not {window!r}")
+        return window or cls()
+
 
 @dataclass(frozen=True)
 class LSHConfig(Strict):

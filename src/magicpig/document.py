@@ -58,7 +58,7 @@ class Document:
             if not tokens:
                 raise ValueError(
                     f"the prompt has {over} tokens too many without any of the document: "
-                    "shorten the question or the system message"
+                    "shorten the question or the system message, or ask for fewer new tokens"
                 )
             tokens = tokens[over:]
             document = Document(str(tokenizer.decode(tokens)), self.system, self.raw)

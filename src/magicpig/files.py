@@ -39,5 +39,7 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         temporary.write_bytes(data)
         os.replace(temporary, path)
+    except OSError as error:  # which names no file where a disk is full
+        raise OSError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -109,6 +110,7 @@ class LLM:
     ) -> None:
         make_plan(method, 1, lsh, ())  # before a model is loaded for nothing
         check_int("max_sequences", max_sequences, 1, MOST_SEQUENCES)
+        window = WindowConfig.given(window)
         if not isinstance(model, (str, LoadedModel)):
             raise TypeError(
                 "model must be a name or what magicpig.models.load gave, "
@@ -135,7 +137,6 @@ class LLM:
             raise ValueError("cpu_memory and memory_bytes are the same: give one of them")
         weights = sum(p.nbytes for p in loaded.model.parameters())
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
-        window = window or WindowConfig()
         limit = memory_bytes if cpu_memory is None else cpu_memory
         # Before the model is the runner's: what is refused here may be asked for once more.
         there = there_is(needs_of(loaded.model, plan, window), weights, limit, gpu_memory)
@@ -221,7 +222,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Closing the iterator ends the request."""
         params = params or SamplingParams()
-        if params.n != 1:
+        if getattr(params, "n", 1) != 1:
             raise ValueError(f"a stream is of one completion: n must be 1, not {params.n}")
         request = self._add(self.encode(prompt), params)
         with closing(self.run([request])) as events:
@@ -272,6 +273,8 @@ class LLM:
         known: SequenceKV | None = None,
         keep_prompt: bool = False,
     ) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {reprlib.repr(params)}")
         with self._lock:
             request = self.engine.add(prompt_ids, params, known, keep_prompt)
             self._inboxes[request.id] = deque()
@@ -288,15 +291,26 @@ class LLM:
         """Token ids of a prompt."""
         if isinstance(prompt, str):
             return token_ids(self.tokenizer, prompt)
-        return [operator.index(token) for token in prompt]
+        try:
+            if not isinstance(prompt, (bytes, bytearray)):
+                return [operator.index(token) for token in prompt]
+        except TypeError:
+            pass
+        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}")
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins."""
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise TypeError(f"messages must be a list of messages, not {reprlib.repr(messages)}")
         if not messages:
             raise ValueError("messages is empty: a conversation has one message at least")
         for message in messages:
-            if not {"role", "content"} <= set(message):
-                raise ValueError(f"a message has a role and a content, not {sorted(message)}")
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise ValueError(f"a message has a role and a content, not {reprlib.repr(message)}")
+            if not isinstance(message["content"], str):
+                raise TypeError(
+                    f"the content of a message is a text, not {reprlib.repr(message['content'])}"
+                )
         if self.tokenizer.chat_template is None:
             raise ValueError(f"the model {self.name!r} has no chat template; use generate")
         text: Any = self.tokenizer.apply_chat_template(
@@ -339,8 +353,10 @@ class _Collected:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if not isinstance(prompts, str) and not hasattr(prompts, "__len__"):
-        raise TypeError(f"a prompt is a text or a list of token ids, not {prompts!r}")
-    if isinstance(prompts, str) or (len(prompts) and hasattr(prompts[0], "__index__")):
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompts)}")
+    if isinstance(prompts, (str, bytes, bytearray)) or (
+        len(prompts) and hasattr(prompts[0], "__index__")
+    ):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

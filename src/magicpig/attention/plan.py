@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,7 +86,7 @@ def make_plan(
 
     method: a spec like "lsh" or "quest:16:4%", or a method; None: DEFAULT_METHOD, or "lsh" where
         its hash tables are given.
-    lsh: the hash tables of "lsh" where its spec does not say.
+    lsh: the hash tables of "lsh" where its spec does not say; other methods have none.
     dense_layers: layers that always read every row; None: the first and the middle one of those
         with full attention.
     full_layers: these; None: all.
@@ -102,11 +102,17 @@ def make_plan(
         raise TypeError(f"method must be a name or a Method, not {method!r}")
     if lsh is not None and not isinstance(lsh, LSHConfig):
         raise TypeError(f"lsh must be an LSHConfig or None, not {lsh!r}")
-    if lsh is not None and spec == "lsh":
+    if lsh is not None and isinstance(method, Lsh):
+        if spec != "lsh":
+            raise ValueError(
+                f"method {method.spec!r} says which hash tables, and lsh does: leave one out"
+            )
         method = Lsh(**{name: getattr(lsh, name) for name in LSHConfig.__dataclass_fields__})
     if dense_layers is None:
         layers = range(num_layers) if full_layers is None else full_layers
         dense_layers = (layers[0], layers[len(layers) // 2]) if layers else ()
+    if not isinstance(dense_layers, Collection) or isinstance(dense_layers, (str, Mapping)):
+        raise TypeError(f"dense_layers must be a list of layers or None, not {dense_layers!r}")
     for layer in dense_layers:
         check_int("dense_layers", layer, 0, num_layers - 1)
     return Plan(method, frozenset(dense_layers))

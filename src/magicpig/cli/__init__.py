@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -12,7 +13,7 @@ from magicpig.cli.evaluate import app as evaluate
 from magicpig.cli.generate import generate
 from magicpig.cli.plan import plan
 from magicpig.cli.pull import pull
-from magicpig.cli.report import INTERRUPTED, reported
+from magicpig.cli.report import INTERRUPTED, fail, reported, silence
 
 app = typer.Typer(
     name="magicpig",
@@ -48,7 +49,15 @@ app.add_typer(evaluate, rich_help_panel="Commands")
 
 
 def main() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         app(prog_name="magicpig")
-    except KeyboardInterrupt:  # outside a command, while modules are imported
+    # Outside a command: while modules are imported, while help is printed.
+    except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        silence()
+        fail(str(error))
+        sys.exit(1)

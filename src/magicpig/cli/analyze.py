@@ -96,12 +96,12 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
 
 def show(results: dict[str, Any]) -> None:
     """Findings and the errors' table. Where there is no terminal, lines of any length."""
-    from rich.console import Console
     from rich.table import Table
 
     from magicpig.analysis.report import described, error_rows
+    from magicpig.cli.output import Output
 
-    console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Output(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     console.print(f"{results['about']['model']}: {described(results['about'])}\n")
     for found in results["findings"]:
         style = STYLES.get(found["verdict"], "red")

@@ -64,10 +64,11 @@ def listed(findings: list[Finding]) -> list[dict[str, str]]:
 
 def show(report: Report) -> None:
     """A table on a terminal; elsewhere a line for each fact, however long."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False, highlight=False)
+    from magicpig.cli.output import Output
+
+    console = Output(markup=False, highlight=False)
     if not console.is_terminal:
         for label, text in rows(report):
             print(f"{label:<{LABEL_WIDTH}}{text}")
@@ -81,9 +82,9 @@ def show(report: Report) -> None:
 
 
 def show_findings(problems: list[Finding], hints: list[Finding]) -> None:
-    from rich.console import Console
+    from magicpig.cli.output import Output
 
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console = Output(markup=False, highlight=False, soft_wrap=True)
     for title, style, findings in (("Problems", "bold red", problems), ("Hints", "bold", hints)):
         if findings:
             console.print(f"\n{title}", style=style)

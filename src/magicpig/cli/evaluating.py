@@ -20,6 +20,7 @@ from rich.table import Table
 from magicpig import plotting
 from magicpig.cli.answer import use_threads
 from magicpig.cli.inputs import check_folder
+from magicpig.cli.output import Output
 from magicpig.evals import perplexity as texts
 from magicpig.evals.about import about
 from magicpig.evals.harness import Harness
@@ -226,7 +227,7 @@ def _tell(
         figures = [{**asdict(cell), "moved_bytes": cell.moved_bytes} for cell in cells]
         print(json.dumps({"about": facts, "settings": kept, "cells": figures}))
     else:
-        Console().print(terminal_table(cells))
+        Output().print(terminal_table(cells))
 
 
 def _bar() -> Progress:

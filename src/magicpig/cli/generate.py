@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from magicpig.cli.inputs import layer_list, prompt_of
+from magicpig.cli.inputs import check_text, layer_list, prompt_of
 
 PROMPT, SAMPLING, ATTENTION, OUTPUT = "Prompt", "Sampling", "Attention", "Machine and output"
 
@@ -38,7 +38,7 @@ def generate(
     ] = False,
     truncate_left: Annotated[
         bool,
-        option(PROMPT, "--truncate-left", help="Cut a text that is too long."),
+        option(PROMPT, "--truncate-left", help="Leave out the beginning of a text too long."),
     ] = False,
     save_context: Annotated[
         Path | None, option(PROMPT, help="Keep the text, as read, in this file.")
@@ -93,7 +93,11 @@ def generate(
     # Imports and a model make a million objects that stay: looking through them for garbage
     # would take half a second of the start.
     gc.disable()
-    document, question = prompt_of(prompt, file or [], system, raw, context, save_context, trace)
+    document, question = prompt_of(
+        prompt, file or [], system, raw, context, save_context, trace, truncate_left
+    )
+    for text in stop or ():
+        check_text("--stop", text)
     from magicpig.cli import answer
     from magicpig.engine.params import SamplingParams
     from magicpig.trace import recording
@@ -128,6 +132,11 @@ def generate(
     gc.freeze()
     gc.enable()
     if truncate_left:
+        if max_tokens >= llm.max_length:
+            raise ValueError(
+                f"--max-tokens {max_tokens} leaves a prompt no room in the model's context, which "
+                f"holds {llm.max_length}: --truncate-left makes room for as many"
+            )
         document = document.cut_left(llm.tokenizer, question, llm.max_length - max_tokens)
     shown = answer.Shown.AS_JSON if as_json else answer.Shown.AS_TEXT
     with recording(trace) if trace else nullcontext():
@@ -136,6 +145,11 @@ def generate(
         if known is None:
             first, rest = document.parts(llm.tokenizer, question)
             prompt_ids = first + rest
+            if file and not truncate_left and len(prompt_ids) >= llm.max_length:
+                raise ValueError(
+                    f"the prompt has {len(prompt_ids)} tokens, and the model's context holds "
+                    f"{llm.max_length}: --truncate-left leaves the beginning of --file out"
+                )
         elif question:
             prompt_ids = known.prompt_ids(llm, question)
         else:  # the text was to be kept, and is

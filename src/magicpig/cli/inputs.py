@@ -26,13 +26,16 @@ def prompt_of(
     context: Path | None = None,
     save_context: Path | None = None,
     trace: Path | None = None,
+    truncate_left: bool = False,
 ) -> tuple[Document, str]:
     """The document and the question. Without files and prompt, stdin is the question."""
-    if context and (files or system is not None or raw or save_context):
+    if context and (files or system is not None or raw or save_context or truncate_left):
         raise ValueError(
-            "--context comes instead of --file, --system, --raw and --save-context: "
-            "the file holds the text and how it was read"
+            "--context comes instead of --file, --system, --raw, --save-context and "
+            "--truncate-left: the file holds the text and how it was read"
         )
+    for flag, text in (("--prompt", prompt), ("--system", system)):
+        check_text(flag, text or "")
     if save_context and not files:
         raise ValueError("--save-context keeps the text of --file: name one")
     read = {"--context": [context] if context else [], "--file": [f for f in files if f != STDIN]}
@@ -40,7 +43,7 @@ def prompt_of(
     if prompt is None and not files:
         if sys.stdin.isatty():
             print("magicpig: reading the prompt; end it with Ctrl-D", file=sys.stderr)
-        prompt = decoded("stdin", sys.stdin.buffer.read())
+        prompt = decoded("stdin", sys.stdin.buffer.read()).rstrip("\r\n")
     texts = [
         decoded("stdin", sys.stdin.buffer.read()) if file == STDIN else read_text(file)
         for file in files
@@ -67,6 +70,18 @@ def check_outputs(inputs: Mapping[str, Sequence[Path]], outputs: Mapping[str, Pa
             raise ValueError(
                 f"{flag} {str(path)!r} would overwrite the file of {other}: name another"
             )
+
+
+def check_text(flag: str, text: str) -> None:
+    """Raises for arguments that were not text: Python keeps a byte that is none as a lone
+    surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{flag} is not UTF-8 text: character {error.start} is {text[error.start]!a}; "
+            "convert it first, or set the locale to one of UTF-8"
+        ) from None
 
 
 def read_text(file: Path) -> str:

@@ -122,9 +122,10 @@ def machine_for(
         raise ValueError(
             "--gpu-memory limits a GPU, as --gpu-bandwidth does, and --gpu is none: leave one out"
         )
-    known = None if without or (here and gpu is None) else any_gpu(gpu or "L20", *limits)
+    named_gpu = "L20" if gpu is None else gpu
+    known = None if without or (here and gpu is None) else any_gpu(named_gpu, *limits)
     if not here:
-        return Machine(known, named(cpu or "Xeon-8563C", CPUS, "--cpu"))
+        return Machine(known, named("Xeon-8563C" if cpu is None else cpu, CPUS, "--cpu"))
     own = this_gpu() if gpu is None else None
     if gpu is None and own is None and any(limits):
         flag = "--gpu-memory" if limits[0] else "--gpu-bandwidth"
@@ -147,8 +148,9 @@ def with_cpu_of(
 
 
 def show(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from magicpig.cli.output import Output
 
     model, gpu, cpu, load = (report[name] for name in ("model", "gpu", "cpu", "load"))
     memory = "" if cpu["memory"] is None else f", {size(cpu['memory'])}"
@@ -194,7 +196,7 @@ def show(report: dict[str, Any]) -> None:
             *memories,
             row["bound"],
         )
-    Console(highlight=False, width=120).print(table)
+    Output(highlight=False, width=120).print(table)
     print(f"{WORDS}, gpu-only is --method full." if gpu else f"{WORDS}.")
     best, shorter = report["best"], report["longest_that_fits"]
     if best:

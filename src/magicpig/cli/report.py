@@ -34,8 +34,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             _flush()
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # Python would flush once more at its end, and complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            silence()
             raise typer.Exit(PIPE_CLOSED) from None
         except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
             _flush()
@@ -45,6 +44,11 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             gc.enable()  # which a command may have put off
 
     return run
+
+
+def silence() -> None:
+    """Nothing more is printed: at its end Python would flush once more, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _flush() -> None:

@@ -33,8 +33,14 @@ from magicpig.config import WindowConfig
 from magicpig.engine.halves import Halves
 from magicpig.engine.memory import FINISHED_AT_ONCE, Needs
 from magicpig.engine.pace import Pace
-from magicpig.engine.support import ROTARY_BY_LENGTH, check_supported, check_weights, rotary_kinds
-from magicpig.hf.attention import ENGINE, register
+from magicpig.engine.support import (
+    ROTARY_BY_LENGTH,
+    check_supported,
+    check_weights,
+    rotary_kinds,
+    take_attention,
+)
+from magicpig.hf.attention import ENGINE
 from magicpig.hf.cache import BatchLayer
 from magicpig.hf.tagged import DecodeLayer, forget_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
@@ -108,15 +114,12 @@ class Runner:
     """model: used by this runner alone from now on; its attention is ours."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, window: WindowConfig) -> None:
-        register()
         self.needs = needs_of(model, plan, window)
         # A packed model has no parameters that would tell.
         self.device, self.dtype = self.needs.device, self.needs.dtype
         self.part_tokens = self.needs.part_tokens
         model.train(False)
-        model.set_attn_implementation(ENGINE)
-        if model.config._attn_implementation != ENGINE:
-            raise ValueError(f"{type(model).__name__} does not let its attention be replaced")
+        take_attention(model)
         self.model = model
         with self._there():
             pack(model)

@@ -7,6 +7,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from magicpig.config import UnsupportedModel
 from magicpig.engine.memory import heads_of
+from magicpig.hf.attention import ENGINE, register
+from magicpig.models.quiet import quietly
 
 ROTARY_BY_LENGTH = {"dynamic", "longrope"}
 
@@ -40,6 +42,17 @@ def check_supported(config: PreTrainedConfig) -> None:
         )
     if dim % 8 or not 8 <= dim <= 256:
         raise UnsupportedModel(f"head_dim must be a multiple of 8 up to 256, not {dim}")
+
+
+def take_attention(model: PreTrainedModel) -> None:
+    """The model attends by the engine's function from now on; raises where it cannot."""
+    register()
+    with quietly():  # what transformers says of models that cannot, our error says
+        model.set_attn_implementation(ENGINE)
+    if model.config._attn_implementation != ENGINE:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not let its attention be replaced: magicpig cannot run it"
+        )
 
 
 def check_weights(model: PreTrainedModel) -> None:

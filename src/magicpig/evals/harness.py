@@ -68,7 +68,7 @@ class Harness:
         ends = loaded.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
         self.end_token_ids = frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None}
-        self.window = window or WindowConfig()
+        self.window = WindowConfig.given(window)
         self.runner = Runner(loaded.model, self.plans[0], self.window)
         self.dtype = str(self.runner.dtype).removeprefix("torch.")
 

@@ -90,7 +90,7 @@ def read(folder: str | Path) -> tuple[list[Record], dict[str, Any]]:
         if not (folder / name).is_file():
             raise ValueError(f"there is no {name} in {str(folder)!r}: no evaluation was run there")
     records, _ = _parsed(folder / FILE)
-    return list(records.values()), json.loads((folder / SETTINGS_FILE).read_text())
+    return list(records.values()), _settings(folder / SETTINGS_FILE)
 
 
 def _agree(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ def _agree(folder: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         write_whole(path, json.dumps(now, indent=2).encode() + b"\n")
         return
-    begun = json.loads(path.read_text())
+    begun = _settings(path)
     for name in [*begun, *(name for name in now if name not in begun)]:
         before, after = (
             json.dumps(values[name]) if name in values else "unset" for values in (begun, now)
@@ -110,6 +110,18 @@ def _agree(folder: Path, settings: Mapping[str, Any]) -> None:
                 f"the samples in {str(folder)!r} were made with {name} = {before}, and {name} is "
                 f"{after} now: use another folder, or the same settings"
             )
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{str(path)!r} is not JSON, or no object: put it right, or use another folder"
+        )
+    return settings
 
 
 def _parsed(path: Path) -> tuple[dict[Key, Record], int]:

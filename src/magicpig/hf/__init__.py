@@ -107,7 +107,7 @@ def enable(
     enabled = _Enabled(
         model,
         make_plan(method, num_layers, lsh, dense_layers, full_attention_layers(model.config)),
-        window or WindowConfig(),
+        WindowConfig.given(window),
     )
     register()
     before = _implementations(model)

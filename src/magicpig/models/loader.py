@@ -96,7 +96,7 @@ def _load(
                     config=config,
                     dtype=_dtype(config, device, dtype),
                     device_map=None if device.type == "cpu" else {"": device},
-                    attn_implementation="sdpa",
+                    attn_implementation=own_attention(config),
                     output_loading_info=True,
                     **where,
                 )
@@ -125,6 +125,15 @@ def _device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ModelError(f"device {name!r} cannot be used: {reason}. Try auto or cpu") from error
     return device
+
+
+def own_attention(config: PreTrainedConfig) -> str:
+    """Transformers' own kind for a model, whatever its checkpoint was trained with: it serves until
+    ours takes its place."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
 
 
 def _dtype(config: PreTrainedConfig, device: torch.device, name: str) -> torch.dtype | str:

@@ -33,6 +33,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = Tru
 
     special: whether to add what the tokenizer adds to a text.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # which tokenizers do not tell of
+        raise ValueError(
+            f"the text cannot be UTF-8: character {error.start} is {text[error.start]!a}"
+        ) from None
     encoded = tokenizer(text, add_special_tokens=special, verbose=False)
     return list(encoded["input_ids"])
 

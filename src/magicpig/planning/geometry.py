@@ -143,9 +143,9 @@ def geometry_of(name: str) -> ModelGeometry:
     from transformers import AutoModelForCausalLM
 
     from magicpig.engine.memory import heads_of
-    from magicpig.engine.support import check_supported, check_weights
+    from magicpig.engine.support import check_supported, check_weights, take_attention
     from magicpig.hf.cache import full_attention_layers
-    from magicpig.models.loader import check_causal
+    from magicpig.models.loader import check_causal, own_attention
     from magicpig.models.quiet import quietly
 
     config = config_of(name)
@@ -157,8 +157,11 @@ def geometry_of(name: str) -> ModelGeometry:
     if not layers:
         raise ValueError(f"--model {name!r} has no layer that attends to a whole context")
     with torch.device("meta"), quietly():
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=own_attention(config)
+        )
     check_weights(model)
+    take_attention(model)
     embedded = model.get_input_embeddings()
     parameters = parameters_read = sum(p.numel() for p in model.parameters())
     if not getattr(text, "tie_word_embeddings", False) and embedded is not None:
@@ -208,7 +211,7 @@ def config_of(name: str) -> Any:
     """As in geometry_of."""
     from transformers import AutoConfig
 
-    from magicpig.models import BUILTIN, ModelError, cache_folder, hub
+    from magicpig.models import BUILTIN, cache_folder, hub
 
     if name.lower() in KNOWN:
         kind, fields = KNOWN[name.lower()]
@@ -222,8 +225,10 @@ def config_of(name: str) -> Any:
         if not here:
             hub.check_reachable(name)
         return AutoConfig.from_pretrained(folder, local_files_only=here)
-    except (OSError, ValueError, ModelError) as error:
-        reason = str(error).splitlines()[0][:200]
+    except Exception as error:  # transformers has no base class for its own
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+        if os.path.isdir(folder):
+            raise ValueError(f"--model {name!r} cannot be read: {reason}") from error
         raise ValueError(
             f"--model {name!r} is neither here nor on the hub ({reason}); "
             f"known without either: {', '.join(KNOWN)}"
