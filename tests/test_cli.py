@@ -43,19 +43,25 @@ def test_json_is_one_object(model, tmp_path):
 
 def test_stdin_and_files_are_text(model, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwith a mark")
-    base = ["--model", model, "--json", "--max-tokens", "1", "--raw"]
-    counts = {}
-    for name, arguments, stdin in (
-        ("prompt", ["-p", "with a mark"], None),
-        ("stdin", [], "with a mark"),
-        ("echo", [], "with a mark\n"),
-        ("echo on Windows", [], "with a mark\r\n"),
-        ("both", ["-f", str(tmp_path / "a.txt"), "-f", "-", "-p", "?"], "and more"),
+    base = ["--model", model, "--json", "--max-tokens", "1"]
+    text, chat = "with a mark", len("user: \n")
+    for arguments, stdin, tokens in (
+        (["--raw", "-p", text], None, len(text)),
+        (["--raw"], text, len(text)),
+        (["--raw"], f"{text}\n", len(text) + 1),  # what is continued may end so
+        (["-p", text], None, chat + len(text)),
+        ([], text, chat + len(text)),
+        ([], f"{text}\n", chat + len(text)),  # a question does not: the line that was typed does
+        ([], f"{text}\r\n", chat + len(text)),
+        ([], f"{text} \n\n", chat + len(text) + 2),
+        (
+            ["--raw", "-f", str(tmp_path / "a.txt"), "-f", "-", "-p", "?"],
+            "and more",
+            len("with a mark\n\nand more\n\n?"),
+        ),
     ):
-        counts[name] = json.loads(run(*base, *arguments, stdin=stdin).stdout)["prompt_tokens"]
-    both = counts.pop("both")
-    assert set(counts.values()) == {len("with a mark")}
-    assert both == len("with a mark\n\nand more\n\n?")
+        found = json.loads(run(*base, *arguments, stdin=stdin).stdout)
+        assert found["prompt_tokens"] == tokens, (arguments, stdin)
 
 
 def test_several_answers_are_numbered(model):
@@ -267,8 +273,8 @@ def test_a_closed_pipe_ends_it_quietly(model):
     ("command", "code", "said"),
     [
         ("generate --model {model} --max-tokens 3 <&-", 1, "the prompt is empty"),
-        ("generate --model {model} -p Hi --max-tokens 3 >&-", 0, ""),
-        ("plan --list >&-", 0, ""),
+        ("generate --model {model} -p Hi --max-tokens 3 >&-", 1, "stdout is closed"),
+        ("plan --list >&-", 1, "stdout is closed"),
         ("plan --gpu none 2>&-", 0, ""),
         ("--help > /dev/full", 1, "No space left"),
         ("--version > /dev/full", 1, "No space left"),

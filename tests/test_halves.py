@@ -227,6 +227,63 @@ def test_prompts_get_the_memory_of_recorded_steps(on_device, monkeypatch, part, 
     assert llm.generate(PROMPTS[:1], PARAMS)[0].completions[0].token_ids == expected
 
 
+@pytest.mark.parametrize("place", ["drop_graphs", "begin"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("worse")])
+def test_what_fails_before_a_prompt_is_read_again_ends_it(on_device, monkeypatch, place, error):
+    llm = llm_for("lsh:4:12", True)
+    runner = llm.engine.runner
+    runner.part_tokens, runner.graphs = 16, [Short(), Short()]
+    for each in runner.graphs:
+        each.drop = lambda: True
+    prefill = runner.prefill
+
+    def failing(prompt):
+        if prompt.done < 16:
+            return prefill(prompt)
+        monkeypatch.setattr(runner, place, worse)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def worse(*_):
+        raise error
+
+    monkeypatch.setattr(runner, "prefill", failing)
+    request, events = llm.engine.add(PROMPTS[0], PARAMS), []
+    while llm.engine.has_work:
+        try:
+            events += llm.engine.step()
+        except KeyboardInterrupt:
+            assert isinstance(error, KeyboardInterrupt)
+    assert [event.error for event in events if event.finish] == [error]
+    assert llm.engine._reading is None
+    assert not request.sequences
+
+
+def test_a_sequence_that_runs_is_not_read_again(on_device, monkeypatch):
+    llm = llm_for("lsh:4:12", True)
+    llm.engine.runner.graphs = graphs = [Short(), Short()]
+    for each in graphs:
+        each.drop = lambda each=each: each.done.append("drop") or True
+
+    def short(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("magicpig.engine.engine.sample", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        llm.generate(PROMPTS[0], PARAMS)
+    assert [each.done for each in graphs] == [[], []]
+    assert not llm.engine.has_work
+
+
+def test_steps_are_recorded_on_where_no_graph_was_dropped(on_device):
+    runner = llm_for("lsh:4:12", True).engine.runner
+    for kept in (False, True):
+        runner.graphs, runner._without = [Short(), Short()], 0
+        for each in runner.graphs:
+            each.drop = lambda kept=kept: kept
+        assert runner.drop_graphs() is kept
+        assert bool(runner._without) is kept
+
+
 def test_models_that_cannot_be_recorded_are_not_tried_again(on_device):
     llm = llm_for("lsh:4:12", True)
     llm.engine.runner.graphs = graphs = [Short(), Short()]

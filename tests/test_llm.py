@@ -81,7 +81,7 @@ def test_seeds_and_n(llm):
     assert one != two
 
 
-def test_chats(llm):
+def test_chats(llm, monkeypatch):
     messages = [{"role": "user", "content": "Hi"}]
     params = SamplingParams(max_tokens=6)
     assert llm.chat(messages, params).text == llm.generate("user: Hi\n", params)[0].text
@@ -92,9 +92,13 @@ def test_chats(llm):
     for bad in ({"role": "user", "content": "Hi"}, "Hi"):
         with pytest.raises(TypeError, match="messages must be a list of messages, not "):
             llm.chat(bad)
-    for content in (None, [{"type": "text", "text": "Hi"}]):
-        with pytest.raises(TypeError, match="the content of a message is a text, not "):
-            llm.chat([{"role": "user", "content": content}])
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    with monkeypatch.context() as changed:
+        changed.setattr(llm.tokenizer, "chat_template", "{{ messages[0].content[0].text }}")
+        assert llm.encode_chat(parts) == llm.encode("Hi")
+        changed.setattr(llm.tokenizer, "chat_template", "{{ 'a' + messages[0].content }}")
+        with pytest.raises(ValueError, match="chat template of 'llama' cannot take these messages"):
+            llm.chat(parts)
     for bad in (None, [None], [1.5], {"a": 1}, b"Hi", [b"Hi"], ["Hi", 3]):
         with pytest.raises(TypeError, match="a prompt is a text or a list of token ids, not "):
             llm.generate(bad)

@@ -8,6 +8,7 @@ from magicpig import LLM, SamplingParams
 from magicpig.engine.memory import Memory, Needed, largest_batch, parse_bytes, there_is, usable
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Request
+from magicpig.nn import PackedLinear
 from tests.needs import CPU, GPU, needs
 
 
@@ -84,6 +85,20 @@ def test_the_largest_batch_is_the_largest_that_fits(method):
         assert (one * batch + reading).fits(there)
         assert not (one * (batch + 1) + reading).fits(there)
     assert largest_batch(needs("lsh:4:12", GPU), Memory(10**9, 1000), 3000, 50) == 0
+
+
+def test_what_there_is_is_looked_at_when_the_weights_are_packed(monkeypatch):
+    """Which takes memory, where the weights were only mapped before."""
+    here, seen = loaded("llama", dtype=torch.bfloat16), []
+    packed = Memory(12345)
+
+    def looked(*_):
+        seen.append(any(isinstance(m, PackedLinear) for m in here.model.modules()))
+        return packed if seen[-1] else Memory(2**40)
+
+    monkeypatch.setattr("magicpig.llm.there_is", looked)
+    assert LLM(here).engine.scheduler.budget == packed
+    assert seen == [False, True]
 
 
 def test_requests_wait_until_there_is_room():

@@ -284,6 +284,12 @@ def test_where_nothing_fits_the_longest_context_that_does_is_named(gpu):
     assert said == f"Nothing fits. {longest['context']:,} tokens would, with {longest['system']}."
 
 
+def test_no_longer_context_than_the_models_is_named():
+    arguments = ["--context", "10M", "--gpu", "RTX-4090", "--cpu-memory", "256GiB"]
+    longest = json.loads(run("--json", *arguments).stdout)["longest_that_fits"]
+    assert longest["context"] == 131072
+
+
 def test_where_not_even_a_short_context_fits():
     said = run("--model", "llama-3.1-70b", "--gpu", "RTX-4090").stdout.splitlines()[-1]
     assert said.startswith("Nothing fits, not even 1,024 tokens")

@@ -138,13 +138,14 @@ class LLM:
         weights = sum(p.nbytes for p in loaded.model.parameters())
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
         limit = memory_bytes if cpu_memory is None else cpu_memory
+        limits = weights, limit, gpu_memory
         # Before the model is the runner's: what is refused here may be asked for once more.
-        there = there_is(needs_of(loaded.model, plan, window), weights, limit, gpu_memory)
-        runner = Runner(loaded.model, plan, window)
+        there_is(needs_of(loaded.model, plan, window), *limits)
+        runner = Runner(loaded.model, plan, window)  # which takes memory for the weights it packs
         self.engine = Engine(
             runner,
             loaded.tokenizer,
-            Scheduler(there, max_sequences),
+            Scheduler(there_is(runner.needs, *limits), max_sequences),
             frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
             self.max_length,
         )
@@ -307,15 +308,17 @@ class LLM:
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise ValueError(f"a message has a role and a content, not {reprlib.repr(message)}")
-            if not isinstance(message["content"], str):
-                raise TypeError(
-                    f"the content of a message is a text, not {reprlib.repr(message['content'])}"
-                )
         if self.tokenizer.chat_template is None:
             raise ValueError(f"the model {self.name!r} has no chat template; use generate")
-        text: Any = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        told = [dict(message) for message in messages]
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                told, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates are programs
+            raise ValueError(
+                f"the chat template of {self.name!r} cannot take these messages: {error}"
+            ) from error
         return token_ids(self.tokenizer, text, special=False)
 
 

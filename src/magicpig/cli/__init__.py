@@ -49,9 +49,13 @@ app.add_typer(evaluate, rich_help_panel="Commands")
 
 
 def main() -> None:
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if sys.stdin is None:  # they are None where they were closed
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        fail("stdout is closed: there is nowhere to print to")
+        sys.exit(1)
     try:
         app(prog_name="magicpig")
     # Outside a command: while modules are imported, while help is printed.

@@ -43,7 +43,9 @@ def prompt_of(
     if prompt is None and not files:
         if sys.stdin.isatty():
             print("magicpig: reading the prompt; end it with Ctrl-D", file=sys.stderr)
-        prompt = decoded("stdin", sys.stdin.buffer.read()).rstrip("\r\n")
+        prompt = decoded("stdin", sys.stdin.buffer.read())
+        if not raw:  # a question does not end with the line that it was typed in
+            prompt = re.sub(r"\r?\n\Z", "", prompt)
     texts = [
         decoded("stdin", sys.stdin.buffer.read()) if file == STDIN else read_text(file)
         for file in files

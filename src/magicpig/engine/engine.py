@@ -141,9 +141,13 @@ class Engine:
             self.scheduler.start(request)
             self._choose(request.sequences, logits.expand(request.params.n, -1), events)
         except BaseException as error:  # whatever it is, other requests go on
-            if not self._reads_again(request, error):
-                events += self._end(request, Finish.ERROR, error)
-                self._raise_interrupt(error, events)
+            try:
+                if self._reads_again(request, error):
+                    return events
+            except BaseException as other:
+                error = other
+            events += self._end(request, Finish.ERROR, error)
+            self._raise_interrupt(error, events)
         return events
 
     def _reads_again(self, request: Request, error: BaseException) -> bool:

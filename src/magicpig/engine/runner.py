@@ -292,16 +292,18 @@ class Runner:
             if not is_out_of_memory(error):
                 raise
         self.drop_graphs()
+        self._without = STEPS_WITHOUT
         return None
 
     def drop_graphs(self) -> bool:
-        """Steps are not recorded for a while, and those that were give their memory back; whether
+        """Recorded steps give their memory back, and are not recorded again for a while; whether
         there were any."""
-        self._without = STEPS_WITHOUT
-        dropped = [each.drop() for each in self.graphs]
+        dropped = any([each.drop() for each in self.graphs])
+        if dropped:
+            self._without = STEPS_WITHOUT
         gc.collect()
         torch.cuda.empty_cache()
-        return any(dropped)
+        return dropped
 
     def _prepared(
         self, kvs: list[SequenceKV], token_ids: list[int], parts: list[slice]

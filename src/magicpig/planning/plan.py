@@ -79,7 +79,7 @@ def longest_that_fits(model: ModelGeometry, machine: Machine, load: Load) -> dic
         shorter = replace(load, context=steps * SHORTER)
         return [s.name for s in systems(model, machine, shorter) if s.largest_batch(1)]
 
-    most = load.context // SHORTER
+    most = min(load.context, model.longest or load.context) // SHORTER
     steps = bisect_left(range(1, most + 1), True, key=lambda n: not fitting(n))
     return {"context": steps * SHORTER, "system": fitting(steps)[0]} if steps else None
 
