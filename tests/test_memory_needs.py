@@ -80,8 +80,12 @@ def test_hashing_takes_memory_by_heads_and_tables():
     asked = [of_8b(method).workspace() for method in ("scan:2:1%", "lsh:10:150", "lsh:10:300")]
     hashing = [each - asked[0] for each in asked]
     borders = 2 * 8 * 8 * 1024  # of a table: where buckets begin, and how far they have come
-    keys = 65_536 * (9_216 + 2 * 8 * 2 * 150), 65_536 * (12_224 + 2 * 8 * 2 * 300)
+    keys = 65_536 * (5_120 + 2 * 8 * 2 * 150), 65_536 * (8_128 + 2 * 8 * 2 * 300)
     assert hashing == [0, keys[0] + 150 * borders, keys[1] + 300 * borders]
+    many_bits = (
+        of_8b("lsh:13:115").workspace() - asked[0]
+    )  # not sorted there: but for keys in float
+    assert many_bits == 65_536 * (5_120 + 2 * 16 * 128)
 
 
 def test_dense_layers_count_on_the_gpu():

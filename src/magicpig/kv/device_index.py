@@ -157,12 +157,13 @@ def sizes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> tuple[int, ..
 
 
 def bytes_hashing(lsh: LSHConfig, shape: LayerShape, tokens: int) -> int:
-    """Of the device's memory: what is found, and one head's keys in float32 and float64; once
-    ahead, and once beside that, with the keys."""
+    """Of the device's memory: signs and norms, and beside them one head's keys in float32 and
+    float64, or tables, which come after these; once ahead, and once beside that, with the keys."""
     heads, dim = shape.num_kv_heads, shape.head_dim
-    each = tokens * (heads * (2 * words_of(lsh) + 4) + 16 * dim)
+    in_hashing, tables = 16 * dim * tokens, 0
     if sorted_there(lsh):
-        each += heads * lsh.num_tables * (2 * tokens + 8 * 2**lsh.bits_per_table)
+        tables = heads * lsh.num_tables * (2 * tokens + 8 * 2**lsh.bits_per_table)
+    each = tokens * heads * (2 * words_of(lsh) + 4) + max(in_hashing, tables)
     return 2 * each + tokens * heads * dim * shape.dtype.itemsize
 
 
