@@ -349,7 +349,7 @@ def test_any_folder_is_a_model(tmp_path):
         (["--model", "empty"], "--model 'empty' cannot be read: "),
         (["--model", "bert"], "which does not continue text"),
         (["--model", "sinks"], "does not know learned sinks"),
-        (["--model", "latent"], "keys of 192 dimensions and values of 128"),
+        (["--model", "latent"], "latent attention (MLA)"),
         (["--model", "uneven"], "32 heads cannot share 7 KV heads evenly"),
         (
             ["--model", "smollm2-ruler-32k"],

@@ -53,7 +53,7 @@ class Plan:
             else layer
             for i, layer in enumerate(sequence.layers)
         ]
-        return SequenceKV(layers, sequence.num_tokens).fork()
+        return SequenceKV(layers, sequence.num_tokens, sequence.long_rope).fork()
 
     def _adopted(self, i: int, layer: SequenceLayer, device: torch.device) -> SequenceLayer:
         shape = replace(layer.shape, device=device)

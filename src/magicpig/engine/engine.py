@@ -58,7 +58,8 @@ class Engine:
         keep_prompt: keep the prompt's keys and values in request.prompt once it is read.
         """
         self._check(prompt_ids, known)
-        new_tokens = min(params.max_tokens, self.max_length - len(prompt_ids))
+        new_tokens = self._new_tokens(prompt_ids, params)
+        self.runner.long_rope(len(prompt_ids), new_tokens, known)  # raises where it cannot be had
         needs, length = self.runner.needs, len(prompt_ids)
         needed = needs.request(length, new_tokens, params.n, known is not None)
         request = Request(next(self._ids), list(prompt_ids), params, needed, known, keep_prompt)
@@ -126,7 +127,7 @@ class Engine:
         try:
             if self._reading is None:
                 request.started = time.perf_counter()
-                self._reading = request, self.runner.begin(request.prompt_ids, request.known)
+                self._reading = request, self._begin(request)
             prefill = self._reading[1]
             logits = self.runner.prefill(prefill)
             events.append(Event(request.id, prefilled=prefill.done))
@@ -150,13 +151,21 @@ class Engine:
             self._raise_interrupt(error, events)
         return events
 
+    def _begin(self, request: Request) -> Prefill:
+        new_tokens = self._new_tokens(request.prompt_ids, request.params)
+        return self.runner.begin(request.prompt_ids, request.known, new_tokens=new_tokens)
+
+    def _new_tokens(self, prompt_ids: List[int], params: SamplingParams) -> int:
+        """That may follow."""
+        return min(params.max_tokens, self.max_length - len(prompt_ids))
+
     def _reads_again(self, request: Request, error: BaseException) -> bool:
         """Once, where recorded steps had memory that was too little for the prompt."""
         if request.read_again or request.sequences or not is_out_of_memory(error):
             return False
         request.read_again = self.runner.drop_graphs()
         if request.read_again:
-            self._reading = request, self.runner.begin(request.prompt_ids, request.known)
+            self._reading = request, self._begin(request)
         return request.read_again
 
     def _start(self, request: Request, kv: SequenceKV) -> None:

@@ -311,7 +311,10 @@ class Needs:
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """KV heads and their dimension, of a model's layers."""
+    """KV heads and their dimension, of a model's layers: the most of any."""
+    if getattr(config, "is_heterogeneous", False):
+        heads, dims = zip(*map(heads_of, config.per_layer_config), strict=True)
+        return max(heads), max(dims)
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, dim

@@ -31,6 +31,7 @@ from magicpig.attention.gpu import has_triton, is_out_of_memory
 from magicpig.attention.plan import Plan
 from magicpig.config import WindowConfig
 from magicpig.engine.halves import Halves
+from magicpig.engine.longrope import LongRope
 from magicpig.engine.memory import FINISHED_AT_ONCE, Needs
 from magicpig.engine.pace import Pace
 from magicpig.engine.support import (
@@ -39,6 +40,7 @@ from magicpig.engine.support import (
     check_weights,
     rotary_kinds,
     take_attention,
+    takes_positions,
 )
 from magicpig.hf.attention import ENGINE
 from magicpig.hf.cache import BatchLayer
@@ -66,6 +68,7 @@ class Prefill:
     cache: Cache
     done: int = 0
     part_tokens: int = PREFILL_TOKENS
+    long_rope: bool = False
 
     @property
     def next_part(self) -> list[int]:
@@ -129,6 +132,7 @@ class Runner:
             self.device.type == "cpu" and self.dtype == torch.bfloat16 and not torch_has_tiles()
         )
         self.plan = plan
+        self._rope = LongRope(model)
         on_cpu = self.device.type == "cpu"
         self.prompts_on_host = not on_cpu  # where the CPU keeps the far context
         self.halves = None if on_cpu or not plan.method.on_host else Halves(self.device)
@@ -136,9 +140,11 @@ class Runner:
         config = model.config.get_text_config(decoder=True)
         kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
         # Layers of other kinds keep the model's own state, which cannot be batched afterwards; and
-        # some rotary embeddings depend on the longest sequence of a batch.
-        self.batches = not ROTARY_BY_LENGTH & rotary_kinds(config) and all(
-            kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds
+        # some positions and rotary embeddings depend on the longest sequence of a batch.
+        self.batches = (
+            takes_positions(model)
+            and not ROTARY_BY_LENGTH & rotary_kinds(config)
+            and all(kind in (DynamicLayer, DynamicSlidingWindowLayer) for kind in kinds)
         )
         self._paces: defaultdict[object, Pace] = defaultdict(Pace)
         self._without = 0  # steps, before graphs are tried again for which there was no memory
@@ -168,12 +174,15 @@ class Runner:
         known: SequenceKV | None = None,
         watch: bool | None = None,
         early: bool = True,
+        new_tokens: int = 1,
     ) -> Prefill:
         """A prompt to be read. known: its first tokens, as a sequence that is read already.
 
         watch: whether to sum up the attention that its tokens get; None: if the plan asks for it.
         early: whether to make far what can be while it is read; `finish_under` has no use for it.
+        new_tokens: that may follow.
         """
+        long_rope = self.long_rope(len(prompt_ids), new_tokens, known)
         if known is not None:
             layers = [
                 BatchLayer.of(
@@ -184,7 +193,8 @@ class Runner:
                 for i, layer in enumerate(known.layers)
             ]
             _link(layers)
-            return Prefill(prompt_ids, Cache(layers), known.num_tokens, self.part_tokens)
+            done = known.num_tokens
+            return Prefill(prompt_ids, Cache(layers), done, self.part_tokens, long_rope)
         layers = list(DynamicCache(config=self.model.config).layers)
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
@@ -201,7 +211,20 @@ class Runner:
                 span = layer.sliding_window
                 layers[i] = BatchLayer(partial(self._new_row, self.plan, i, span), span)
         _link(layers)
-        return Prefill(prompt_ids, Cache(layers), part_tokens=self.part_tokens)
+        return Prefill(prompt_ids, Cache(layers), 0, self.part_tokens, long_rope)
+
+    def long_rope(self, prompt: int, new_tokens: int, known: SequenceKV | None) -> bool:
+        """Whether a sequence of so many tokens has rotary embeddings of long ones."""
+        tokens = prompt + new_tokens - 1  # the last one's are not asked for
+        if known is None:
+            return self._rope.is_long(tokens)
+        if self._rope.is_long(tokens) and not known.long_rope:
+            raise ValueError(
+                f"the text was read for sequences of up to {self._rope.border} tokens, beyond "
+                f"which the model's rotary embeddings are others, and {tokens} are asked for: read "
+                "text and question together, or ask for fewer new tokens"
+            )
+        return known.long_rope
 
     def _there(self) -> AbstractContextManager[None]:
         return current(self.device)
@@ -218,6 +241,7 @@ class Runner:
         part = prefill.next_part
         positions = range(prefill.done, prefill.done + len(part))
         with self._there(), trace.span("prompt", tokens=len(part), done=prefill.done):
+            self._rope.choose(prefill.long_rope)
             logits = self._forward([part], [list(positions)], prefill.cache)
         prefill.done += len(part)
         return logits[0]
@@ -232,10 +256,12 @@ class Runner:
 
         with trace.span("make far", tokens=prefill.done):
             if not (self.prompts_on_host and self.plan.method.on_host):
-                return SequenceKV(list(map(finished, prefill.cache.layers)), prefill.done)
+                layers = list(map(finished, prefill.cache.layers))
+                return SequenceKV(layers, prefill.done, prefill.long_rope)
             # A GPU hashes one layer's keys while the CPU sorts another's.
             with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
-                return SequenceKV(list(pool.map(finished, prefill.cache.layers)), prefill.done)
+                layers = list(pool.map(finished, prefill.cache.layers))
+                return SequenceKV(layers, prefill.done, prefill.long_rope)
 
     @torch.inference_mode()
     def finish_under(self, prefill: Prefill, plans: Sequence[Plan]) -> list[SequenceKV]:
@@ -248,7 +274,10 @@ class Runner:
                     columns.append(list(layer.to_sequences(new_rows)))
                 else:
                     columns.append([copy.deepcopy(layer) for _ in plans])
-        return [SequenceKV(layers, prefill.done) for layers in zip(*columns, strict=True)]
+        long_rope = prefill.long_rope
+        return [
+            SequenceKV(layers, prefill.done, long_rope) for layers in zip(*columns, strict=True)
+        ]
 
     @torch.inference_mode()
     def decode(self, kvs: list[SequenceKV], token_ids: list[int]) -> Tensor:
@@ -359,6 +388,12 @@ class Runner:
             _decode_layer(rows) if isinstance(rows[0], SequenceLayer) else rows[0]
             for rows in zip(*(kv.layers for kv in kvs), strict=True)
         ]
+        if not kvs[0].long_rope and self._rope.is_long(kvs[0].num_tokens + 1):
+            raise ValueError(
+                f"the sequence was begun as one of up to {self._rope.border} tokens, beyond which "
+                "the model's rotary embeddings are others"
+            )
+        self._rope.choose(kvs[0].long_rope)  # the models that ask are run one sequence at a time
         positions = [[kv.num_tokens] for kv in kvs]
         logits = self._forward([[token] for token in token_ids], positions, Cache(layers))
         for kv in kvs:

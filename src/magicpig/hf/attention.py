@@ -35,9 +35,12 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is not None:
         _refuse_what_counts(module, dropout, kwargs)
+        if attention_mask is not None and attention_mask.shape[1] != 1:
+            raise UnsupportedModel("magicpig knows no masks that differ from head to head")
         layer.receive(key, value)
         with current(query.device):  # which kernels of ours do not choose by their tensors
-            return layer.attend(query, key, value, attention_mask, scale, softcap), None
+            out = layer.attend(query, key, value, attention_mask, scale, softcap)
+        return out.contiguous(), None
     expect_none()
     _refuse_unknown_tensors(kwargs, {*HARMLESS, "position_bias"})
     if softcap is not None:  # which transformers' quick one cannot
@@ -66,6 +69,10 @@ def engine_attention(
         raise UnsupportedModel(
             f"{type(module).__name__} attends to keys of a kind of cache that magicpig's engine "
             "does not know; magicpig.hf.enable may do"
+        )
+    if attention_mask is not None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} makes masks of its own, which magicpig does not know"
         )
     return attention(module, query, key, value, attention_mask, **kwargs)
 

@@ -47,11 +47,13 @@ class SequenceKV:
 
     layers: in the model's order. Those that are not attention are the model's own, and any type.
     num_tokens: whose keys and values are here.
+    long_rope: whether their rotary embeddings are those of long sequences, where there are others.
     """
 
-    def __init__(self, layers: Sequence[Any], num_tokens: int = 0) -> None:
+    def __init__(self, layers: Sequence[Any], num_tokens: int = 0, long_rope: bool = False) -> None:
         self.layers = list(layers)
         self.num_tokens = num_tokens
+        self.long_rope = long_rope
 
     @cached_property
     def kinds(self) -> tuple[object, ...]:
@@ -78,7 +80,7 @@ class SequenceKV:
             layer.fork() if isinstance(layer, SequenceLayer) else copy.deepcopy(layer)
             for layer in self.layers
         ]
-        return SequenceKV(layers, self.num_tokens)
+        return SequenceKV(layers, self.num_tokens, self.long_rope)
 
     @property
     def nbytes(self) -> SequenceBytes:

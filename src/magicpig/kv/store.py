@@ -52,6 +52,7 @@ def save(path: Path, sequence: SequenceKV, about: dict[str, Any]) -> None:
     header = {
         "about": about,
         "num_tokens": sequence.num_tokens,
+        "long_rope": sequence.long_rope,
         "layers": layers,
         "blocks": [
             {"bytes": len(block), "crc32": checksum}
@@ -169,7 +170,8 @@ def load(path: Path) -> tuple[SequenceKV, dict[str, Any]]:
         layers = [_layer(description, remaining) for description in header["layers"]]
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise StoreError(f"{str(path)!r} is not well formed: {error}") from error
-    return SequenceKV(layers, header["num_tokens"]), header["about"]
+    long_rope = bool(header.get("long_rope"))  # which older files do not say
+    return SequenceKV(layers, header["num_tokens"], long_rope), header["about"]
 
 
 def _opened(path: Path) -> Bytes:

@@ -18,6 +18,7 @@ from magicpig.nn.twins import (
     linear_twin,
     mlp_twin,
     norm_twin,
+    weights_read_by,
 )
 
 
@@ -75,10 +76,10 @@ def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def _swap_children(parent: nn.Module, shared: set[int], twins: dict[int, nn.Module | None]) -> int:
     """Children first met are decided upon once; `twins` remembers those with several parents."""
-    count = 0
+    count, read = 0, weights_read_by(parent)
     for name in list(parent._modules):  # names: a list of modules would keep them alive
         child = parent._modules[name]
-        if child is None:
+        if child is None or name in read:
             continue
         if id(child) not in twins:
             twins[id(child)] = _twin(child, shared)

@@ -5,6 +5,9 @@ A twin is compared with the module's own forward on random input before it is ta
 
 from __future__ import annotations
 
+import dis
+import inspect
+import itertools
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, TypeGuard
@@ -97,6 +100,8 @@ def norm_twin(module: nn.Module) -> RMSNorm | None:
     if not (packable(weight) or fusable(weight)) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if len(state) != 1 or isinstance(module, RMSNorm) or not untouched(module):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # such as a gate
         return None
     # Rows so small that epsilon counts, and rows so large that it does not.
     scales = torch.tensor([[0.01], [0.1], [1.0], [30.0]]).sqrt() * eps**0.5
@@ -228,3 +233,21 @@ def embedding_twin(module: nn.Module, linear: PackedLinear) -> PackedEmbedding |
     scale = getattr(module, "embed_scale", None)
     twin = PackedEmbedding(linear, None if scale is None else float(scale))
     return twin if truth is not None and torch.equal(twin(ids), truth) else None
+
+
+def weights_read_by(module: nn.Module) -> set[str]:
+    """Children whose weight or bias the module's own methods read, instead of calling them."""
+    found = set()
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        for method in vars(kind).values():
+            if isinstance(method, FunctionType):
+                steps = list(dis.get_instructions(method))
+                found |= {
+                    one.argval
+                    for one, following in itertools.pairwise(steps)
+                    if one.opname == following.opname == "LOAD_ATTR"
+                    and following.argval in ("weight", "bias")
+                }
+    return found
