@@ -202,7 +202,7 @@ def test_an_error_anywhere_in_a_step_ends_what_took_part(monkeypatch, error, ste
     owner = getattr(llm.engine, path[0]) if path else llm.engine
     real = getattr(owner, name)
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         if name == "_take":
             real(*arguments)
         raise error("on purpose")

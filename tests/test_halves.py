@@ -243,7 +243,7 @@ def test_what_fails_before_a_prompt_is_read_again_ends_it(on_device, monkeypatch
         monkeypatch.setattr(runner, place, worse)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def worse(*_):
+    def worse(*_, **options):
         raise error
 
     monkeypatch.setattr(runner, "prefill", failing)
