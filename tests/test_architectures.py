@@ -84,6 +84,14 @@ def test_long_sequences_have_rotary_embeddings_of_their_own(name):
     ]
 
 
+def test_scales_that_differ_are_refused():
+    model = model_of("llama")
+    scales = {"short_mscale": 1.0, "long_mscale": 1.2}
+    model.config.rope_parameters = {**model.config.rope_parameters, **scales}
+    with pytest.raises(UnsupportedModel, match="another scale for long ones"):
+        llm_for(model)
+
+
 def test_sequences_that_become_long_are_so_from_the_beginning():
     prompt = prompt_of(BORDER_CROSSING)
     many = SamplingParams(max_tokens=30, ignore_eos=True)

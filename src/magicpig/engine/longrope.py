@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from magicpig.config import UnsupportedModel
+
 KIND = "longrope"
 
 
@@ -35,6 +37,8 @@ class LongRope:
         if layer_type is not None:
             parameters, prefix = parameters[layer_type], f"{layer_type}_"
             of_type = {"layer_type": layer_type}
+        if parameters.get("short_mscale") != parameters.get("long_mscale"):
+            raise UnsupportedModel("magicpig knows no longrope with another scale for long ones")
         border = int(parameters["original_max_position_embeddings"])
         name = f"{prefix}original_inv_freq"  # of short sequences: transformers looks there
         short = getattr(module, name)
