@@ -97,7 +97,7 @@ def test_sequences_that_become_long_are_so_from_the_beginning():
     many = SamplingParams(max_tokens=30, ignore_eos=True)
     model = model_of("llama")
     rope = LongRope(model)
-    rope.choose(rope.is_long(len(prompt) + 29))
+    rope.choose(rope.is_long(len(prompt), 30))
     expected = model.generate(
         torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None
     )[0, len(prompt) :].tolist()

@@ -59,7 +59,7 @@ class Engine:
         """
         self._check(prompt_ids, known)
         new_tokens = self._new_tokens(prompt_ids, params)
-        self.runner.long_rope(len(prompt_ids), new_tokens, known)  # raises where it cannot be had
+        self.runner.rope.is_long(len(prompt_ids), new_tokens, known)  # raises where it cannot be
         needs, length = self.runner.needs, len(prompt_ids)
         needed = needs.request(length, new_tokens, params.n, known is not None)
         request = Request(next(self._ids), list(prompt_ids), params, needed, known, keep_prompt)

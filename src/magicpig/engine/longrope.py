@@ -12,6 +12,7 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from magicpig.config import UnsupportedModel
+from magicpig.kv.sequence import SequenceKV
 
 KIND = "longrope"
 
@@ -48,9 +49,22 @@ class LongRope:
         self._places.append((module, name, short, long))
         self.border = border if self.border is None else min(self.border, border)
 
-    def is_long(self, tokens: int) -> bool:
-        """Whether a sequence that may come to have so many has the long set."""
-        return self.border is not None and tokens > self.border
+    def is_long(self, prompt: int, new_tokens: int, known: SequenceKV | None = None) -> bool:
+        """Whether a sequence of a prompt of so many tokens, and new ones, has the long set.
+
+        known: its first tokens, which have theirs; ValueError where it is not what it has to be.
+        """
+        tokens = prompt + new_tokens - 1  # nothing is asked about the last one
+        long = self.border is not None and tokens > self.border
+        if known is None:
+            return long
+        if long and not known.long_rope:
+            raise ValueError(
+                f"the text was read for sequences of up to {self.border} tokens, beyond which the "
+                f"model's rotary embeddings are others, and {tokens} are asked for: read text and "
+                "question together, or ask for fewer new tokens"
+            )
+        return known.long_rope
 
     def choose(self, long: bool) -> None:
         """For the passes that follow."""
@@ -58,3 +72,12 @@ class LongRope:
             for module, name, short, other in self._places:
                 setattr(module, name, other if long else short)
             self._long = long
+
+    def choose_for(self, kv: SequenceKV) -> None:
+        """For a sequence's next step."""
+        if not kv.long_rope and self.is_long(kv.num_tokens, 2):
+            raise ValueError(
+                f"the sequence was begun as one of up to {self.border} tokens, beyond which the "
+                "model's rotary embeddings are others"
+            )
+        self.choose(kv.long_rope)

@@ -132,7 +132,7 @@ class Runner:
             self.device.type == "cpu" and self.dtype == torch.bfloat16 and not torch_has_tiles()
         )
         self.plan = plan
-        self._rope = LongRope(model)
+        self.rope = LongRope(model)
         on_cpu = self.device.type == "cpu"
         self.prompts_on_host = not on_cpu  # where the CPU keeps the far context
         self.halves = None if on_cpu or not plan.method.on_host else Halves(self.device)
@@ -182,7 +182,7 @@ class Runner:
         early: whether to make far what can be while it is read; `finish_under` has no use for it.
         new_tokens: that may follow.
         """
-        long_rope = self.long_rope(len(prompt_ids), new_tokens, known)
+        long_rope = self.rope.is_long(len(prompt_ids), new_tokens, known)
         if known is not None:
             layers = [
                 BatchLayer.of(
@@ -193,8 +193,7 @@ class Runner:
                 for i, layer in enumerate(known.layers)
             ]
             _link(layers)
-            done = known.num_tokens
-            return Prefill(prompt_ids, Cache(layers), done, self.part_tokens, long_rope)
+            return Prefill(prompt_ids, Cache(layers), known.num_tokens, self.part_tokens, long_rope)
         layers = list(DynamicCache(config=self.model.config).layers)
         for i, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
@@ -213,19 +212,6 @@ class Runner:
         _link(layers)
         return Prefill(prompt_ids, Cache(layers), 0, self.part_tokens, long_rope)
 
-    def long_rope(self, prompt: int, new_tokens: int, known: SequenceKV | None) -> bool:
-        """Whether a sequence of so many tokens has rotary embeddings of long ones."""
-        tokens = prompt + new_tokens - 1  # the last one's are not asked for
-        if known is None:
-            return self._rope.is_long(tokens)
-        if self._rope.is_long(tokens) and not known.long_rope:
-            raise ValueError(
-                f"the text was read for sequences of up to {self._rope.border} tokens, beyond "
-                f"which the model's rotary embeddings are others, and {tokens} are asked for: read "
-                "text and question together, or ask for fewer new tokens"
-            )
-        return known.long_rope
-
     def _there(self) -> AbstractContextManager[None]:
         return current(self.device)
 
@@ -241,7 +227,7 @@ class Runner:
         part = prefill.next_part
         positions = range(prefill.done, prefill.done + len(part))
         with self._there(), trace.span("prompt", tokens=len(part), done=prefill.done):
-            self._rope.choose(prefill.long_rope)
+            self.rope.choose(prefill.long_rope)
             logits = self._forward([part], [list(positions)], prefill.cache)
         prefill.done += len(part)
         return logits[0]
@@ -388,12 +374,7 @@ class Runner:
             _decode_layer(rows) if isinstance(rows[0], SequenceLayer) else rows[0]
             for rows in zip(*(kv.layers for kv in kvs), strict=True)
         ]
-        if not kvs[0].long_rope and self._rope.is_long(kvs[0].num_tokens + 1):
-            raise ValueError(
-                f"the sequence was begun as one of up to {self._rope.border} tokens, beyond which "
-                "the model's rotary embeddings are others"
-            )
-        self._rope.choose(kvs[0].long_rope)  # the models that ask are run one sequence at a time
+        self.rope.choose_for(kvs[0])  # models that ask are run one sequence at a time
         positions = [[kv.num_tokens] for kv in kvs]
         logits = self._forward([[token] for token in token_ids], positions, Cache(layers))
         for kv in kvs:
