@@ -90,6 +90,7 @@ def test_scales_that_differ_are_refused():
     model.config.rope_parameters = {**model.config.rope_parameters, **scales}
     with pytest.raises(UnsupportedModel, match="another scale for long ones"):
         llm_for(model)
+    assert model.config._attn_implementation == "sdpa"  # as it was
 
 
 def test_sequences_that_become_long_are_so_from_the_beginning():

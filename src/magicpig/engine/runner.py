@@ -121,6 +121,7 @@ class Runner:
         # A packed model has no parameters that would tell.
         self.device, self.dtype = self.needs.device, self.needs.dtype
         self.part_tokens = self.needs.part_tokens
+        self.rope = LongRope(model)
         model.train(False)
         take_attention(model)
         self.model = model
@@ -132,7 +133,6 @@ class Runner:
             self.device.type == "cpu" and self.dtype == torch.bfloat16 and not torch_has_tiles()
         )
         self.plan = plan
-        self.rope = LongRope(model)
         on_cpu = self.device.type == "cpu"
         self.prompts_on_host = not on_cpu  # where the CPU keeps the far context
         self.halves = None if on_cpu or not plan.method.on_host else Halves(self.device)
