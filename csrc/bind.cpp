@@ -199,7 +199,7 @@ NB_MODULE(_native, m) {
                            projection.data());
           },
           "bits_per_table"_a, "num_tables"_a, "min_collisions"_a, "projection"_a.noconvert())
-      .def("codes", &codes, "x"_a.noconvert(), "Buckets [n, num_tables] of vectors x [n, head_dim]; for tests.");
+      .def("codes", &codes, "x"_a.noconvert(), "Buckets [n, num_tables] of vectors x [n, head_dim].");
 
   nb::class_<Scan>(m, "Scan").def(
       "__init__",

@@ -56,7 +56,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def short_parts(monkeypatch):
     """Prompts are read in many parts."""
-    monkeypatch.setattr("magicpig.engine.runner.PREFILL_TOKENS", 32)
+    monkeypatch.setattr("magicpig.engine.prefill.PREFILL_TOKENS", 32)
 
 
 @pytest.fixture

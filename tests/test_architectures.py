@@ -12,6 +12,8 @@ from magicpig.attention.plan import make_plan
 from magicpig.config import UnsupportedModel
 from magicpig.engine.longrope import LongRope
 from magicpig.engine.runner import needs_of
+from magicpig.evals.forced import force
+from magicpig.evals.harness import Harness
 from magicpig.models import LoadedModel
 from magicpig.nn import PackedLinear, pack
 
@@ -157,3 +159,14 @@ def test_what_cannot_be_followed_is_refused_at_once(name, fields, message):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModel, match=message):
         needs_of(model, make_plan("full", 2), WindowConfig())
+
+
+def test_evaluations_go_on_beyond_the_border():
+    """A text of 80 tokens, half of which is read: all of it has the long set."""
+    ids, model = prompt_of(BORDER + 16), model_of("phi3")
+    logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    harness = Harness(LoadedModel(model, make_tokenizer(), "x", Path()), ["full"])
+    read = harness.read(ids[:40], len(ids) - 40)
+    (forced,) = force(harness.step, read.kvs, [read.logits], [ids[40:]])
+    expected = logits[torch.arange(39, len(ids) - 1), ids[40:]].double()
+    torch.testing.assert_close(forced.logprobs, expected, atol=1e-3, rtol=0)

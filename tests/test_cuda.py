@@ -92,7 +92,7 @@ def steps(device, methods):
     kvs = [
         kv
         for tokens in (150, 211)
-        for kv in harness.read([i * 7 % 200 + 3 for i in range(tokens)]).kvs
+        for kv in harness.read([i * 7 % 200 + 3 for i in range(tokens)], 20).kvs
     ]
     for _ in range(40):
         logits = harness.step(kvs, [5] * len(kvs))
@@ -120,7 +120,7 @@ def test_samples_are_drawn_alike_on_both():
             here = loaded("llama")
             model = LoadedModel(here.model.to(device), here.tokenizer, "llama", here.path)
             harness = Harness(model, [method], window=SMALL, dense_layers=[])
-            kvs = harness.read([i * 7 % 200 + 3 for i in range(150)]).kvs
+            kvs = harness.read([i * 7 % 200 + 3 for i in range(150)], 20).kvs
             outs.append(harness.step(kvs, [5]).cpu())
         assert torch.allclose(*outs, atol=2e-2), method
 

@@ -65,10 +65,15 @@ def test_the_table_of_shares_is_what_the_formula_gives():
 
 def test_architecture_names_every_source_file():
     text = (ROOT / "docs/architecture.md").read_text()
-    for path in [*ROOT.glob("csrc/*.*"), *ROOT.glob("src/magicpig/**/*.py")]:
-        if path.name == "__init__.py":
-            continue
-        assert path.name in text or f"{path.stem}.*" in text, path
+    native, python = text.split("| csrc/ |")[1].split("| src/magicpig/ |")
+    for path in ROOT.glob("csrc/*.*"):
+        assert f"`{path.name}`" in native or f"`{path.stem}.*`" in native, path
+    package = ROOT / "src/magicpig"
+    there = {str(path.relative_to(package)) for path in package.glob("**/*.py*")}
+    named = re.findall(r"`([\w/]+\.pyi?)`", python.split("\n\n")[0])
+    assert len(set(named)) == len(named)
+    assert set(named) <= there
+    assert {path for path in there if not path.endswith("__init__.py")} <= set(named)
 
 
 @pytest.mark.parametrize("script", ["decode", "kernels", "linear", "prompt", "real_keys"])

@@ -75,7 +75,7 @@ def test_one_reading_serves_every_method_as_its_own_would(name, length):
     harness = make_harness(name, SPECS)
     harness.end_token_ids = frozenset()
     told = []
-    read = harness.read(ids, told.append)
+    read = harness.read(ids, 20, told.append)
     assert told == ([300, 600] if length == 600 else [length])
     assert len(read.kvs) == len(SPECS) == len(harness.methods)
     assert {kv.num_tokens for kv in read.kvs} == {length}
@@ -91,12 +91,12 @@ def test_one_reading_serves_every_method_as_its_own_would(name, length):
 
 def test_a_prompt_in_parts_is_as_it_was_after_each(harness):
     ids = prompt_ids(95)
-    before, after = harness.read_parts([ids[:60], ids[60:]], SPECS[1:8:3])
+    before, after = harness.read_parts([ids[:60], ids[60:]], 20, SPECS[1:8:3])
     assert [kv.num_tokens for kv in before.kvs] == [60] * 3
     assert [kv.num_tokens for kv in after.kvs] == [95] * 3
     for i, spec in enumerate(SPECS[1:8:3]):
         for part, reading in ((ids[:60], before), (ids, after)):
-            (alone,) = harness.read_parts([part], [spec])
+            (alone,) = harness.read_parts([part], 20, [spec])
             torch.testing.assert_close(reading.logits, alone.logits, atol=1e-4, rtol=0)
             for token in (7, 8, 9):
                 both = harness.step([reading.kvs[i], alone.kvs[0]], [token, token])
@@ -105,8 +105,8 @@ def test_a_prompt_in_parts_is_as_it_was_after_each(harness):
 
 def test_sequences_of_a_reading_do_not_touch_each_other(harness):
     ids = prompt_ids(60)
-    kvs = harness.read(ids).kvs
-    fresh = harness.read(ids).kvs
+    kvs = harness.read(ids, 60).kvs
+    fresh = harness.read(ids, 60).kvs
     for _ in range(12):
         harness.step(kvs[:5], [9] * 5)
     assert [kv.num_tokens for kv in kvs] == [72] * 5 + [60] * 5
@@ -139,14 +139,14 @@ def test_bad_prompts_are_refused(harness):
         ([[5] * 4097], "the prompt has 4097 tokens, the model's context holds 4096"),
     ):
         with pytest.raises(ValueError, match=message):
-            harness.read_parts(parts)
+            harness.read_parts(parts, 1)
 
 
 # Decoding
 
 
 def test_answers_end_at_end_tokens_or_when_they_are_long_enough(harness):
-    read = harness.read(prompt_ids(40))
+    read = harness.read(prompt_ids(40), 60)
     truth = answers_of(harness, [kv.fork() for kv in read.kvs], read.logits)["topk:20%"]
     first = int(read.logits.argmax())
     assert truth[0] == first
@@ -172,7 +172,7 @@ def test_answers_end_at_end_tokens_or_when_they_are_long_enough(harness):
 def test_forced_tokens_are_fed_and_not_answered(harness):
     """As if they had been read, where every row is read."""
     ids = prompt_ids(70)
-    easy, hard = harness.read(ids), harness.read(ids[:60])
+    easy, hard = harness.read(ids, 60), harness.read(ids[:60], 60)
     found = answers_of(harness, hard.kvs, hard.logits, ids[60:])
     expected = answers_of(harness, easy.kvs, easy.logits)
     for spec in EXACT:
@@ -183,7 +183,7 @@ def test_forced_tokens_are_fed_and_not_answered(harness):
 
 
 def test_numbers_that_are_not_finite_are_no_answer(harness, monkeypatch):
-    read = harness.read(prompt_ids(20))
+    read = harness.read(prompt_ids(20), 60)
     answers = [Answer("full", kv, 5, [7]) for kv in read.kvs[:2]]
     monkeypatch.setattr(Runner, "decode", lambda *_: torch.full((2, 300), math.nan))
     with pytest.raises(RuntimeError, match="numbers that are not finite"):

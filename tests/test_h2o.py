@@ -134,7 +134,7 @@ def test_h2o_gets_the_prompts_attention_from_the_model(name):
     with torch.no_grad():
         weights = model(torch.tensor([ids]), output_attentions=True).attentions
     harness = Harness(loaded(name), ["h2o:100%"], dense_layers=[], window=WINDOW)
-    (kv,) = harness.read(ids).kvs
+    (kv,) = harness.read(ids, 60).kvs
     watched = [i for i, layer in enumerate(kv.layers) if not layer.span]
     assert len(watched) == (4 if name == "llama" else 2)
     for i in watched:

@@ -133,8 +133,7 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
 @pytest.mark.parametrize("length", [40, 90, 200])
 def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
     """All tokens are there, and in order, whenever the first ones were indexed; few are left."""
-    for name in ("lsh", "scan", "cpu_dense"):
-        monkeypatch.setattr(f"magicpig.attention.{name}.new_layer", HybridLayer)
+    monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LONGEST", 32)
     monkeypatch.setattr(segments, "LEAST_EARLY", 32)
     prompt = [i * 7 % 200 + 3 for i in range(length)]
@@ -166,7 +165,7 @@ def test_segments_are_built_while_a_prompt_is_read(monkeypatch, method, length):
 
 
 def test_a_segment_that_fails_ends_its_request(monkeypatch):
-    monkeypatch.setattr("magicpig.attention.scan.new_layer", HybridLayer)
+    monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LONGEST", 32)
     monkeypatch.setattr(segments, "LEAST_EARLY", 8)
     llm = llm_for("llama", "scan:2:20%", True)
@@ -184,7 +183,7 @@ def test_a_segment_that_fails_ends_its_request(monkeypatch):
 @pytest.mark.parametrize("room", [0, 1, 8])
 def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room):
     """Whether the device has hashed the keys before, or there was no room for that."""
-    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
     free = SimpleQueue()
     for place in range(room):
         free.put(place)
@@ -201,7 +200,7 @@ def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room
 
 
 def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
-    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LEAST_EARLY", 16)
     monkeypatch.setattr(host_prompt, "SMALL_BLOCK", 1 << 20)  # a part of a prompt is added at once
     added, go_on = [], threading.Event()
@@ -230,7 +229,7 @@ def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):
 
 def failing(monkeypatch, name):
     """Segments that cannot be made: references to those that were begun. name: what fails."""
-    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LEAST_EARLY", 16)
     monkeypatch.setattr(segments, "LONGEST", 64)
     kept = []
@@ -292,7 +291,7 @@ def test_what_failed_is_let_go_of_at_once(fails_early):
 
 
 def test_keys_are_hashed_by_the_cpu_where_a_device_has_no_memory(monkeypatch):
-    monkeypatch.setattr("magicpig.attention.lsh.new_layer", HybridLayer)
+    monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
     monkeypatch.setattr(segments, "LEAST_EARLY", 64)
 
     def read():

@@ -6,6 +6,7 @@ import torch
 from magicpig import LSHConfig, ScanConfig, WindowConfig
 from magicpig.attention.plan import make_plan
 from magicpig.kv.base import LayerShape
+from magicpig.kv.cost import Cost
 from magicpig.kv.hybrid_layer import HybridLayer, new_layer
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.sequence import SequenceKV, step
@@ -71,15 +72,17 @@ def test_sliding_layers(lengths):
 @pytest.mark.parametrize("index", INDEXES)
 def test_forks_go_their_own_way(index):
     layer = layer_of(HybridLayer, index, 100)
+    step([layer], torch.randn(1, 4, 16), *torch.randn(2, 1, 2, 16), 0.3)
     other = layer.fork()
+    assert (other.cost, other.reads) == (Cost(), (0, 0))
     new = torch.randn(3, 1, 4, 16)
     first = step([layer], new[0], new[1, :, :2], new[2, :, :2], 0.3)
-    assert (layer.num_tokens, other.num_tokens) == (101, 100)
+    assert (layer.num_tokens, other.num_tokens) == (102, 101)
     assert torch.equal(first, step([other], new[0], new[1, :, :2], new[2, :, :2], 0.3))
     keys, values = torch.randn(2, 2, 2, 16)
     together = step([layer, other], torch.randn(2, 4, 16), keys, values, 0.3)
     assert together.isfinite().all()
-    assert (layer.num_tokens, other.num_tokens) == (102, 102)
+    assert (layer.num_tokens, other.num_tokens) == (103, 103)
 
 
 def test_sequences_leave_and_come_back():

@@ -85,7 +85,7 @@ def test_lengths(harness):
 def test_continuations_of_any_lengths_step_together(harness):
     ids = token_ids(harness, TEXT, 100)
     given = [[5], ids[60:75], [], [7, 8, 9, 9, 3]]
-    read = harness.read(ids[:60])
+    read = harness.read(ids[:60], 60)
     steps = []
     together = force(
         harness.step,
@@ -104,7 +104,7 @@ def test_continuations_of_any_lengths_step_together(harness):
 
 
 def test_greedy_tokens_are_known_as_such(harness):
-    read = harness.read(token_ids(harness, TEXT, 50))
+    read = harness.read(token_ids(harness, TEXT, 50), 60)
     best = int(read.logits.argmax())
     for token in (best, best - 1):
         (forced,) = force(harness.step, read.kvs[:1], [read.logits], [[token]])
@@ -112,7 +112,7 @@ def test_greedy_tokens_are_known_as_such(harness):
 
 
 def test_nan_is_no_result(harness):
-    read = harness.read(token_ids(harness, TEXT, 50))
+    read = harness.read(token_ids(harness, TEXT, 50), 60)
     with pytest.raises(ValueError, match="logits after 50 tokens are NaN"):
         force(harness.step, read.kvs[:1], [read.logits * math.nan], [[3]])
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from magicpig.evals import reasoning
-from magicpig.evals.solver import solve
+from story_solver import solve
 from magicpig.evals.story import LARGEST
 
 

@@ -5,7 +5,7 @@ A bad value or an unknown field is a ``ValueError`` that names the field and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ class Strict:
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def __new__(cls, *_: object, **fields: object) -> Self:
-        for name in fields.keys() - cls.__dataclass_fields__.keys():
-            known = ", ".join(cls.__dataclass_fields__)
+    def __new__(cls, *_: object, **given: object) -> Self:
+        known = [field.name for field in fields(cls)]  # without class variables
+        for name in given.keys() - set(known):
             raise ValueError(
-                f"unknown {cls.__name__} field {name}={fields[name]!r}; known: {known}"
+                f"unknown {cls.__name__} field {name}={given[name]!r}; known: {', '.join(known)}"
             )
         return super().__new__(cls)
 

@@ -3,7 +3,8 @@
     with trace.recording("steps.json"):
         llm.generate(...)
 
-While nothing is recorded, a span costs a look at a variable.
+While nothing is recorded, a span costs a look at a variable. A recording that begins before CUDA
+is in use has the CPU's side only.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Trace:
             self._on_device.append((name, begin, _now(), stream, arguments))
 
     def device_stamps(self, stamps: torch.Tensor, spans: list[str | None]) -> None:
+        if self._origin is None:
+            return
         stream = torch.cuda.current_stream(stamps.device).cuda_stream
         self._stamps.append((stamps[: len(spans)].clone(), spans, stream))
 

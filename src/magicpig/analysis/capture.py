@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 from magicpig.attention.plan import make_plan
 from magicpig.config import WindowConfig
 from magicpig.engine.memory import heads_of
-from magicpig.engine.runner import Prefill, Runner
+from magicpig.engine.prefill import Prefill
+from magicpig.engine.runner import Runner
 from magicpig.hf.cache import BatchLayer
 from magicpig.hf.tagged import forget_pass
 from magicpig.models import LoadedModel
@@ -111,7 +112,9 @@ class Reader:
     @torch.inference_mode()
     def read_starts(self, token_ids: list[list[int]]) -> Starts:
         """Short inputs of one length, as a batch: their first and their last tokens' states."""
-        cache = self._begin(token_ids[0], 1).cache
+        prefill = self._begin(token_ids[0], 1)
+        cache = prefill.cache
+        self.runner.rope.choose(prefill.long_rope)
         forget_pass()
         with self.runner.threads():
             out: Any = self.runner.model(

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from magicpig.attention.base import Method
-from magicpig.config import LSHConfig, WindowConfig
-from magicpig.kv.base import LayerShape, SequenceLayer
-from magicpig.kv.hybrid_layer import new_layer
+from magicpig.attention.on_host import HostMethod
+from magicpig.config import LSHConfig
+from magicpig.kv.base import LayerShape
 from magicpig.kv.segments import LONGEST
 from magicpig.reference import padded
 
 
 @dataclass(frozen=True)
-class Lsh(Method):
+class Lsh(LSHConfig, HostMethod):
     """The fields of LSHConfig, which checks them."""
 
     name: ClassVar[str] = "lsh"
-    on_host: ClassVar[bool] = True
     num_shown: ClassVar[int] = 2
-
-    bits_per_table: int = LSHConfig.bits_per_table
-    num_tables: int = LSHConfig.num_tables
-    min_collisions: int = LSHConfig.min_collisions
-    seed: int = LSHConfig.seed
-    exact_below: int | None = LSHConfig.exact_below
-
-    def __post_init__(self) -> None:
-        assert self.index  # checks the fields
 
     @property
     def index(self) -> LSHConfig:
-        return LSHConfig(
-            self.bits_per_table, self.num_tables, self.min_collisions, self.seed, self.exact_below
-        )
-
-    def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:
-        return new_layer(shape, self.index, window)
+        return LSHConfig(**asdict(self))
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
         borders = 4 * self.num_tables * (1 + (1 << self.bits_per_table))

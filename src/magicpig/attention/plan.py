@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -107,7 +107,7 @@ def make_plan(
             raise ValueError(
                 f"method {method.spec!r} says which hash tables, and lsh does: leave one out"
             )
-        method = Lsh(**{name: getattr(lsh, name) for name in LSHConfig.__dataclass_fields__})
+        method = Lsh(**asdict(lsh))
     if dense_layers is None:
         layers = range(num_layers) if full_layers is None else full_layers
         dense_layers = (layers[0], layers[len(layers) // 2]) if layers else ()

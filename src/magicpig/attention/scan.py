@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from magicpig.attention.base import Method
-from magicpig.config import ScanConfig, WindowConfig
-from magicpig.kv.base import LayerShape, SequenceLayer
-from magicpig.kv.hybrid_layer import new_layer
+from magicpig.attention.on_host import HostMethod
+from magicpig.config import ScanConfig
+from magicpig.kv.base import LayerShape
 from magicpig.kv.segments import LONGEST
 from magicpig.reference import padded
 
 
 @dataclass(frozen=True)
-class Scan(Method):
+class Scan(ScanConfig, HostMethod):
     """The fields of ScanConfig, which checks them."""
 
     name: ClassVar[str] = "scan"
-    on_host: ClassVar[bool] = True
     num_shown: ClassVar[int] = 2
-
-    bits_per_dim: int = ScanConfig.bits_per_dim
-    budget: float = ScanConfig.budget
-    min_rows: int = ScanConfig.min_rows
-    seed: int = ScanConfig.seed
-    exact_below: int = ScanConfig.exact_below
-    target_error: float | None = ScanConfig.target_error
-
-    def __post_init__(self) -> None:
-        assert self.index  # checks the fields
 
     @property
     def index(self) -> ScanConfig:
-        return ScanConfig(
-            self.bits_per_dim,
-            self.budget,
-            self.min_rows,
-            self.seed,
-            self.exact_below,
-            self.target_error,
-        )
-
-    def new_layer(self, shape: LayerShape, window: WindowConfig, layer: int) -> SequenceLayer:
-        return new_layer(shape, self.index, window)
+        return ScanConfig(**asdict(self))
 
     def index_bytes(self, shape: LayerShape, tokens: int) -> int:
         dim, segments = padded(shape.head_dim), -(-tokens // LONGEST)

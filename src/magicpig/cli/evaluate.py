@@ -57,7 +57,7 @@ DType = Annotated[str, option(HOW, help="auto, bfloat16, float32, ...")]
 Threads = Annotated[int | None, option(HOW, min=1, help="CPU threads. (all)")]
 AsJson = Annotated[bool, option(HOW, "--json", help="Figures as one JSON object.")]
 
-DEFAULT_METHODS = "full,lsh:10:150,topk:2%,quest:16:4%"
+DEFAULT_METHODS = "full,scan:2:1%,lsh:10:150,topk:2%,quest:16:4%"
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What `magicpig generate` is given, checked before anything slow begins."""
+"""What commands are given, checked before anything slow begins."""
 
 from __future__ import annotations
 

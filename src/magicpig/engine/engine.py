@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from magicpig.attention.gpu import is_out_of_memory
 from magicpig.engine.params import SamplingParams
-from magicpig.engine.runner import Prefill, Runner
+from magicpig.engine.prefill import Prefill
+from magicpig.engine.runner import Runner
 from magicpig.engine.sampler import BadLogits, Choice, Sampler, sample
 from magicpig.engine.scheduler import Scheduler
 from magicpig.engine.sequence import Event, Finish, Request, Sequence
@@ -115,6 +116,8 @@ class Engine:
             raise
         _empty_frames(events)
         self.scheduler.sweep()
+        if not self.scheduler.running:
+            self.runner.idle()
         for request in [r for r in self._requests.values() if r.finished]:
             del self._requests[request.id]
         return events

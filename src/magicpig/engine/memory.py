@@ -18,10 +18,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from magicpig import _native
 from magicpig.attention.base import Method
-from magicpig.attention.cpu_dense import CpuDense
 from magicpig.attention.full import Full
 from magicpig.attention.kv_stream import KvStream
 from magicpig.attention.lsh import Lsh
+from magicpig.attention.on_host import HostMethod
 from magicpig.attention.plan import Plan
 from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
@@ -203,7 +203,7 @@ class Needs:
             if self._pins and isinstance(method, KvStream):
                 rows = 2 * _power_of_two(rows // 2)
             return copies * rows, copies * method.index_bytes(shape, tokens)
-        index: IndexConfig | None = getattr(method, "index", None)
+        index = method.index if isinstance(method, HostMethod) else None
         of_prompt = tuple(early_pieces(far, index) if self._elsewhere else pieces(far))
         segments = Counter(of_prompt)
         for size, count in Counter(most_held(of_prompt, moved // block, block)).items():
@@ -218,7 +218,7 @@ class Needs:
     def _in_segments(self, method: Method) -> bool:
         if isinstance(method, Full):
             return not self._elsewhere
-        return isinstance(method, (CpuDense, Lsh, Scan))
+        return isinstance(method, HostMethod)
 
     def reading(self, prompt_tokens: int, known: bool = False) -> Memory:
         """Beside that, while the prompt is read, and then made far: some of its layers are there

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from magicpig.engine.halves import Halves
 from magicpig.engine.longrope import LongRope
 from magicpig.engine.memory import FINISHED_AT_ONCE, Needs
 from magicpig.engine.pace import Pace
+from magicpig.engine.prefill import Prefill, part_tokens_on
 from magicpig.engine.support import (
     ROTARY_BY_LENGTH,
     check_supported,
@@ -55,27 +55,7 @@ from magicpig.nn import pack
 if TYPE_CHECKING:
     from magicpig.engine.graphs import Graphs, StepGraphs
 
-PREFILL_TOKENS = 512  # of a prompt at once: bounds the memory of a pass
 STEPS_WITHOUT = 100  # graphs, after there was no memory for one
-PREFILL_TOKENS_ON_GPU = 2048  # which has its launches to amortise
-
-
-@dataclass
-class Prefill:
-    """A prompt on its way through the model: prompt_ids after `done` tokens, into the cache."""
-
-    prompt_ids: list[int]
-    cache: Cache
-    done: int = 0
-    part_tokens: int = PREFILL_TOKENS
-    long_rope: bool = False
-
-    @property
-    def next_part(self) -> list[int]:
-        """About part_tokens tokens, and never one alone, which would count as a decode step."""
-        left = len(self.prompt_ids) - self.done
-        parts = -(-left // self.part_tokens)
-        return self.prompt_ids[self.done : self.done + -(-left // parts)]
 
 
 def _decode_layer(rows: Sequence[SequenceLayer]) -> DecodeLayer:
@@ -109,7 +89,7 @@ def needs_of(model: PreTrainedModel, plan: Plan, window: WindowConfig) -> Needs:
     check_supported(model.config.get_text_config(decoder=True))
     if model.dtype not in DTYPES:
         raise ValueError(f"the model's dtype must be one of {list(DTYPES)}, not {model.dtype}")
-    part_tokens = PREFILL_TOKENS if model.device.type == "cpu" else PREFILL_TOKENS_ON_GPU
+    part_tokens = part_tokens_on(model.device.type)
     return Needs(model.config, plan, window, model.dtype, model.device, part_tokens)
 
 
@@ -363,6 +343,10 @@ class Runner:
 
     def _pace(self, kvs: list[SequenceKV]) -> Pace:
         return self._paces[len(kvs), kvs[0].kinds]
+
+    def idle(self) -> None:
+        """No sequence is left: all threads of the native core are whoever's asks for them."""
+        _native.rest_threads(0)
 
     def _resting(self, halved: bool) -> int:
         """Threads of the native core whose cores two halves need, one of which waits for a GPU."""

@@ -72,19 +72,28 @@ class Harness:
         self.runner = Runner(loaded.model, self.plans[0], self.window)
         self.dtype = str(self.runner.dtype).removeprefix("torch.")
 
-    def read(self, prompt_ids: list[int], on_part: Callable[[int], None] | None = None) -> Read:
-        """Reads a prompt exactly. on_part: told how many tokens are read."""
-        return self.read_parts([prompt_ids], on_part=on_part)[0]
+    def read(
+        self,
+        prompt_ids: list[int],
+        new_tokens: int,
+        on_part: Callable[[int], None] | None = None,
+    ) -> Read:
+        """Reads a prompt exactly.
+
+        new_tokens: that may follow. on_part: told how many tokens are read.
+        """
+        return self.read_parts([prompt_ids], new_tokens, on_part=on_part)[0]
 
     def read_parts(
         self,
         parts: Sequence[list[int]],
+        new_tokens: int,
         methods: Sequence[str] | None = None,
         on_part: Callable[[int], None] | None = None,
     ) -> list[Read]:
         """Reads a prompt, and gives it as it is after each of its parts.
 
-        methods: some of the harness's; None: all.
+        new_tokens: that may follow after all of them. methods: some of the harness's; None: all.
         """
         prompt_ids = [token for part in parts for token in part]
         self._check(parts, len(prompt_ids))
@@ -92,7 +101,9 @@ class Harness:
         watch = any(plan.method.watches_prompts for plan in plans)
         reads = []
         with self.runner.threads():
-            prefill = self.runner.begin(prompt_ids, watch=watch, early=False)
+            prefill = self.runner.begin(
+                prompt_ids, watch=watch, early=False, new_tokens=new_tokens
+            )
             for part in parts:
                 prefill.prompt_ids = prompt_ids[: prefill.done + len(part)]
                 while prefill.done < len(prefill.prompt_ids):

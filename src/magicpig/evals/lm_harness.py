@@ -224,7 +224,8 @@ class MagicPigLM(TemplateLM):  # type: ignore[misc]
                 logits: list[Tensor] = []
                 continuations: list[list[int]] = []
                 for asked in batch:
-                    kv, after = self._read(asked.context)
+                    longest = max(map(len, asked.continuations.values()))
+                    kv, after = self._read(asked.context, longest)
                     for i, continuation in asked.continuations.items():
                         numbers.append(i)
                         kvs.append(kv.fork())
@@ -258,11 +259,11 @@ class MagicPigLM(TemplateLM):  # type: ignore[misc]
         for first in range(0, len(asked), self.args.batch_size):
             yield asked[first : first + self.args.batch_size]
 
-    def _read(self, ids: list[int]) -> tuple[SequenceKV, Tensor]:
-        """A context as a sequence, and logits [vocab] after it."""
+    def _read(self, ids: list[int], new_tokens: int) -> tuple[SequenceKV, Tensor]:
+        """A context as a sequence, and logits [vocab] after it. new_tokens: that may follow."""
         runner = self.llm.engine.runner
         with runner.threads():
-            prefill = runner.begin(ids)
+            prefill = runner.begin(ids, new_tokens=new_tokens)
             logits = runner.prefill(prefill)
             while prefill.done < len(ids):
                 logits = runner.prefill(prefill)

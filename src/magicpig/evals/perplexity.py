@@ -108,7 +108,7 @@ def measure(
         if on_progress:
             on_progress(done)
 
-    read = harness.read(ids[:half], on_progress)
+    read = harness.read(ids[:half], len(ids) - half, on_progress)
     count = len(read.kvs)
     forced = force(harness.step, read.kvs, [read.logits] * count, [ids[half:]] * count, stepped)
     stepped()  # the last token is predicted and not fed

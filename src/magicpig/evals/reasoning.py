@@ -4,7 +4,7 @@ In the spirit of GSM-Infinite (arXiv 2502.05252), with statements of our own: "C
 lynxes than Maple Park has otters." The quantity that is asked for follows from the others by
 exactly 2, 4 or 5 operations, each on what the one before gave; all other statements, shuffled among
 those that are needed, speak of the same places and things, follow from needed quantities, or have
-nothing to do with them. `magicpig.evals.solver` finds the answer in the text alone.
+nothing to do with them. The answer is in the text alone.
 """
 
 from __future__ import annotations

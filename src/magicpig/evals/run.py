@@ -114,11 +114,12 @@ def _read(
     """Answers that have yet to be decoded, by protocol and method."""
     easy, hard = one.missing.get("easy", []), one.missing.get("hard", [])
     prompt, max_tokens = one.prompt, one.sample.max_tokens
+    following = max_tokens
     parts = [prompt.context, prompt.question] if hard else [prompt.context + prompt.question]
     if hard and not easy:
-        parts.pop()
+        following += len(parts.pop())
     methods = [method for method in harness.methods if method in easy or method in hard]
-    reads = harness.read_parts(parts, methods, on_part)
+    reads = harness.read_parts(parts, following, methods, on_part)
     if hard:
         for method, kv in zip(methods, reads[0].kvs, strict=True):
             if method in hard:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from magicpig.attention.base import Method
 from magicpig.attention.plan import Plan, make_plan
-from magicpig.config import LSHConfig, WindowConfig
+from magicpig.config import LSHConfig, UnsupportedModel, WindowConfig
 from magicpig.hf.attention import DROP_IN, register
 from magicpig.hf.cache import BatchLayer, full_attention_layers
 from magicpig.hf.tagged import forget_pass
@@ -115,7 +115,9 @@ def enable(
     try:
         model.set_attn_implementation(DROP_IN)
         if model.config._attn_implementation != DROP_IN:
-            raise ValueError(f"{type(model).__name__} does not let its attention be replaced")
+            raise UnsupportedModel(
+                f"{type(model).__name__} does not let its attention be replaced"
+            )
         yield model
     finally:
         enabled.in_force = False

@@ -288,7 +288,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
         if tokens_to_remove and self.num_seen:
             if self.rows:
-                self._gather(torch.empty(0, dtype=self.rows[0].shape.dtype))
+                shape = self.rows[0].shape
+                self._gather(torch.empty(0, dtype=shape.dtype, device=shape.device))
             assert self.prompt
             self.prompt.crop(-tokens_to_remove)
             self.early = None

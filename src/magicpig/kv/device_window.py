@@ -60,8 +60,6 @@ class DeviceWindow(Sitter):
     def fork(self) -> DeviceWindow:
         other = DeviceWindow(self.shape)
         other.sit(Seats([self.seats.window(self.seat)]), 0)
-        other.reads = self.reads
-        other.far_reads = self.far_reads
         return other
 
     def spend(self, spent: tuple[float, float, float]) -> None:

@@ -54,7 +54,7 @@ def load(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """
     place = _device(device)
     if dtype != "auto" and dtype not in DTYPES:
-        raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
     if name in BUILTIN:
         return _load(name, str(pull(name)), place, dtype, offline=True)
     folder = Path(os.path.expanduser(name))

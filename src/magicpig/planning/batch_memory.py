@@ -7,7 +7,7 @@ import torch
 from magicpig.attention.plan import make_plan
 from magicpig.config import WindowConfig
 from magicpig.engine.memory import LIBRARIES, Memory, Needs, largest_batch, usable
-from magicpig.engine.runner import PREFILL_TOKENS, PREFILL_TOKENS_ON_GPU
+from magicpig.engine.prefill import part_tokens_on
 from magicpig.hf.cache import full_attention_layers
 from magicpig.planning.geometry import ModelGeometry
 
@@ -32,10 +32,9 @@ class BatchMemory:
             dense_layers=None if dense else (),
             full_layers=full_attention_layers(config),
         )
-        device, part = ("cuda", PREFILL_TOKENS_ON_GPU) if gpu_memory else ("cpu", PREFILL_TOKENS)
-        self._needs = Needs(
-            config, plan, WindowConfig(), torch.bfloat16, torch.device(device), part
-        )
+        device = "cuda" if gpu_memory else "cpu"
+        place, part = torch.device(device), part_tokens_on(device)
+        self._needs = Needs(config, plan, WindowConfig(), torch.bfloat16, place, part)
         self._context, self._gpu_memory = context, gpu_memory
         self._weights = model.parameters * model.itemsize
         self._one = self._needs.of(context, NEW_TOKENS) + self._needs.windows(context, NEW_TOKENS)
