@@ -24,6 +24,16 @@ double sum_of(const float* x, size_t count) {
   return std::accumulate(sums, sums + kCodeBlock, 0.0);
 }
 
+// Which of `total` blocks is the i-th of `count`: one of each of as many equal stretches, somewhere in it. At equal
+// distances text that repeats itself in step with them would show one side of itself only. Also in device_scan.py.
+size_t block_at(size_t i, size_t total, size_t count) {
+  const size_t begin = i * total / count, end = (i + 1) * total / count;
+  uint32_t where = static_cast<uint32_t>(i) * 0x9e3779b1u;
+  where = (where ^ where >> 15) * 0x85ebca6bu;
+  where = (where ^ where >> 13) * 0xc2b2ae35u;
+  return begin + static_cast<size_t>(uint64_t{where ^ where >> 16} * (end - begin) >> 32);
+}
+
 // What a thread has at hand to find thresholds with: they may be looked for among all keys, in every step.
 struct Room {
   std::vector<float> logs, biases, terms, scratch;
@@ -33,7 +43,7 @@ Room& room() {
   return own;
 }
 
-// Keys of one KV head that lie evenly over a sequence. One at a time in a thread.
+// Keys of one KV head from all over a sequence. One at a time in a thread.
 struct Subsample {
   struct Part {
     const Codes* segment;
@@ -59,13 +69,14 @@ struct Subsample {
     size_t start = 0, done = 0;
     std::vector<size_t> places;
     for (Part& part : parts) {
+      const size_t end = start + part.segment->num_blocks();
       places.clear();
-      for (size_t i = done; i < count && i * total / count < start + part.segment->num_blocks(); ++i)
-        places.push_back(i * total / count - start);
+      for (size_t i = done, block; i < count && (block = block_at(i, total, count)) < end; ++i)
+        places.push_back(block - start);
       absent += part.segment->logs(ask, places, keys, logs.data() + done * kCodeBlock,
                                    wanted ? biases.data() + done * kCodeBlock : nullptr);
       done += places.size();
-      start += part.segment->num_blocks();
+      start = end;
       part.count = places.size() * kCodeBlock;
     }
   }

@@ -14,7 +14,7 @@ struct Near {
   const float* out;  // [dim]
 };
 
-// Prepares the queries of one KV head of one sequence and sets their thresholds, by codes that lie evenly over the
+// Prepares the queries of one KV head of one sequence and sets their thresholds, by codes from all over the
 // sequence. They do not depend on the draws, so the draws' probabilities are what they are said to be.
 // query: the first of them, in the batch.
 // near: one per query; where there is a target error, it is part of what errors are relative to.

@@ -10,6 +10,7 @@ from magicpig.attention.exact import exact_attention
 from magicpig.attention.in_torch import attention_in_torch
 from magicpig.attention.mass import attention_mass
 from magicpig.evals.harness import Harness
+from magicpig.kv import device_index
 from magicpig.kv.device_index import append_from
 from magicpig.models import LoadedModel
 from magicpig.nn import FusedMLP, Joint, RMSNorm, pack
@@ -132,6 +133,7 @@ def test_an_index_made_on_the_gpu_draws_the_same():
     here, there = (LayerKV(6, 2, 64, LSHConfig()) for _ in range(2))
     here.append(keys, values)
     append_from(torch.device("cuda"), there, keys.cuda(), values.cuda())
+    assert len(device_index.found_of(keys.cuda(), LSHConfig())) == 4  # tables, not signs
     query = torch.randn(6, 64)
     for ours, theirs in zip(here.sample(query)[0], there.sample(query)[0], strict=True):
         differing = set(ours.tolist()) ^ set(theirs.tolist())

@@ -173,3 +173,16 @@ def test_heads_that_ask_alike_draw_anew_for_another_query(heads):
         done = draw([kv], query, 0.3)
         drawn.append({int(row) for row in rows_of(done, kv, 0, 0)[0]})
     assert len(drawn[0] & drawn[1]) < 0.5 * len(drawn[0] | drawn[1])
+
+
+def test_thresholds_are_the_native_cores():
+    """From the same keys: probabilities differ by how powers are interpolated, not on average."""
+    kv = context(ScanConfig(2, 0.1, 4), [9000, 1500], (4, 2, 32))
+    query = torch.randn(1, 4, 32)
+    done = draw([kv], query, 0.3)
+    for head, (rows, logs) in enumerate(zip(*kv.sample(query[0], 0.3), strict=True)):
+        here = dict(zip(rows.tolist(), logs.tolist(), strict=True))
+        there = zip(*(x.tolist() for x in rows_of(done, kv, 0, head)), strict=True)
+        off = [log - here[row] for row, log in there if max(log, here.get(row, 0.0)) < -0.7]
+        assert len(off) > 50
+        assert abs(sum(off) / len(off)) < 0.008

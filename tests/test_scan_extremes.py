@@ -153,3 +153,19 @@ def test_nothing(every_isa):
     assert out.tolist() == torch.zeros(2, 16).tolist()
     assert lse.tolist() == [-math.inf] * 2
     assert [len(rows) for rows in kv.sample(torch.randn(2, 16))[0]] == [0, 0]
+
+
+@pytest.mark.parametrize("period", [8, 16, 24, 32, 23])
+@pytest.mark.parametrize("tokens", [16384, 65536])
+def test_text_that_repeats_itself_is_read_as_much_as_any(period, tokens):
+    """Thresholds come from a sample of keys, which must not be in step with the text."""
+    torch.manual_seed(period)
+    once = torch.randn(period, 16)
+    keys = once.repeat(-(-tokens // period), 1)[:tokens] + 0.02 * torch.randn(tokens, 16)
+    kv = kv_of(keys, torch.randn(tokens, 16))
+    shares = []
+    for _ in range(20):
+        kv.attend(3 * torch.randn(1, 16))
+        shares.append(kv.last_stats.rows.item() / (SCAN.budget * tokens))
+    assert 0.6 < min(shares)
+    assert max(shares) < 1.6

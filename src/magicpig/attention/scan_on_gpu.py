@@ -127,7 +127,7 @@ def _sample(
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     CODED: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Weighs some keys of segments: blocks that lie evenly over a sequence."""
+    """Weighs some keys of segments: blocks from all over a sequence."""
     kv_head = tl.program_id(1)
     heads, lanes = tl.arange(0, HEADS), tl.arange(0, CHUNK)
     for chunk in range(tl.program_id(0), tl.load(number).to(tl.int32), tl.num_programs(0)):

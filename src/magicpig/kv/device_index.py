@@ -185,14 +185,17 @@ def sorted_there(lsh: LSHConfig) -> bool:
 
 def found_of(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, ...]:
     """What the native core wants to know of keys [num_kv_heads, tokens, head_dim]: their means, and
-    one over their norms, as hash_keys has them; and the tables, if the device sorts, or signs."""
+    one over their norms, as hash_keys has them; and the tables, if the device sorts and has the
+    memory for it, or signs."""
     means, inv_norms, signs = hash_keys(keys, lsh)
     shape = lsh.num_tables, lsh.bits_per_table
-    if not sorted_there(lsh) or not has_triton(signs) or not _sorts_right(signs.device, *shape):
-        return means, inv_norms, signs
-    from magicpig.kv import tables_on_gpu
+    if sorted_there(lsh) and has_triton(signs):
+        from magicpig.kv import tables_on_gpu
 
-    return means, inv_norms, *tables_on_gpu.sort(signs, *shape)
+        with _as_far_as_memory_goes():
+            if _sorts_right(signs.device, *shape):
+                return means, inv_norms, *tables_on_gpu.sort(signs, *shape)
+    return means, inv_norms, signs
 
 
 @lru_cache(maxsize=8)

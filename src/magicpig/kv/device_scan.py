@@ -116,7 +116,7 @@ class DeviceScan:
             if len(sizes) > SEGMENTS or sum(pieces) > self.pieces or sum(sizes) > self.tokens:
                 return False
             place = keys = first_piece = first_block = 0
-            picked = _evenly(sum(blocks))
+            picked = _sample(sum(blocks))
             for i, (there, tokens) in enumerate(codes.segments):
                 line = torch.tensor([there.data_ptr(), row, tokens, first_piece])
                 table.segments[segment] = line
@@ -154,10 +154,16 @@ class DeviceScan:
         return self._rows, self._totals
 
 
-def _evenly(blocks: int) -> Any:
-    """Blocks of a sample."""
+def _sample(blocks: int) -> Any:
+    """Some of so many blocks: one of each of equal stretches, where threshold.cpp takes it too."""
     count = min(blocks, max(LEAST_BLOCKS, min(MOST_BLOCKS, blocks // SHARE)))
-    return np.arange(count, dtype=np.int64) * blocks // max(count, 1)
+    borders = np.arange(count + 1, dtype=np.int64) * blocks // max(count, 1)
+    where = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    where = (where ^ where >> np.uint32(15)) * np.uint32(0x85EBCA6B)
+    where = (where ^ where >> np.uint32(13)) * np.uint32(0xC2B2AE35)
+    where = (where ^ where >> np.uint32(16)).astype(np.uint64)
+    stretches = np.diff(borders).astype(np.uint64)
+    return borders[:-1] + (where * stretches >> np.uint64(32)).astype(np.int64)
 
 
 def _keys_of(blocks: Any, tokens: int) -> Any:

@@ -89,7 +89,8 @@ def padded(rows: list[tuple[Tensor, Tensor]], visible: Tensor | None) -> tuple[T
         keys, values = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
         return keys, values
     shape = (len(rows), rows[0][0].shape[0], visible.shape[1], rows[0][0].shape[2])
-    keys, values = torch.zeros(2, *shape, dtype=rows[0][0].dtype)
+    keys, values = rows[0][0].new_zeros(2, *shape)
+    visible = visible.to(keys.device)
     for i, (row_keys, row_values) in enumerate(rows):
         keys[i, :, visible[i]], values[i, :, visible[i]] = row_keys, row_values
     return keys, values
