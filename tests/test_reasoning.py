@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from story_solver import solve
 
 from magicpig.evals import reasoning
-from story_solver import solve
 from magicpig.evals.story import LARGEST
 
 

@@ -167,5 +167,5 @@ def test_text_that_repeats_itself_is_read_as_much_as_any(period, tokens):
     for _ in range(20):
         kv.attend(3 * torch.randn(1, 16))
         shares.append(kv.last_stats.rows.item() / (SCAN.budget * tokens))
-    assert 0.6 < min(shares)
+    assert min(shares) > 0.6
     assert max(shares) < 1.6

@@ -25,7 +25,7 @@ from magicpig.attention.on_host import HostMethod
 from magicpig.attention.plan import Plan
 from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
-from magicpig.config import IndexConfig, WindowConfig, draws_on_gpus
+from magicpig.config import WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
 from magicpig.kv.device_index import bytes_hashing, sizes_ahead
 from magicpig.kv.host_prompt import block_of, tokens_of

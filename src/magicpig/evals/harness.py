@@ -101,9 +101,7 @@ class Harness:
         watch = any(plan.method.watches_prompts for plan in plans)
         reads = []
         with self.runner.threads():
-            prefill = self.runner.begin(
-                prompt_ids, watch=watch, early=False, new_tokens=new_tokens
-            )
+            prefill = self.runner.begin(prompt_ids, watch=watch, early=False, new_tokens=new_tokens)
             for part in parts:
                 prefill.prompt_ids = prompt_ids[: prefill.done + len(part)]
                 while prefill.done < len(prefill.prompt_ids):

@@ -115,9 +115,7 @@ def enable(
     try:
         model.set_attn_implementation(DROP_IN)
         if model.config._attn_implementation != DROP_IN:
-            raise UnsupportedModel(
-                f"{type(model).__name__} does not let its attention be replaced"
-            )
+            raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
         yield model
     finally:
         enabled.in_force = False
