@@ -12,7 +12,7 @@ class Lsh:
     def __init__(self, bits_per_table: int, num_tables: int, min_collisions: int, projection: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
 
     def codes(self, x: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[torch.Tensor, dict(dtype='int32', shape=(None, None))]:
-        """Buckets [n, num_tables] of vectors x [n, head_dim]; for tests."""
+        """Buckets [n, num_tables] of vectors x [n, head_dim]."""
 
 class Scan:
     def __init__(self, bits_per_dim: int, budget: float, min_rows: int, target_error: float, seed: int, head_dim: int, signs: Annotated[torch.Tensor, dict(dtype='float32', shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
