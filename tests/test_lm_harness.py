@@ -85,7 +85,7 @@ def test_a_shared_context_is_read_once(lm, monkeypatch):
     contexts = []
     read = MagicPigLM._read
     monkeypatch.setattr(
-        MagicPigLM, "_read", lambda self, ids: contexts.append(ids) or read(self, ids)
+        MagicPigLM, "_read", lambda self, ids, new: contexts.append(ids) or read(self, ids, new)
     )
     pairs = [("One", " a"), ("Two", " b"), ("One", " long"), ("One", " longer yet")]
     together = lm.loglikelihood(asked(*pairs), disable_tqdm=True)

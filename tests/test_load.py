@@ -134,14 +134,14 @@ def test_truncated_weights_are_refused(altered):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"device": "cuda:99"}, "'cuda:99' cannot be used.*cpu"),
-        ({"dtype": "int8"}, "bfloat16.*'int8'"),
+        ({"device": "cuda:99"}, ModelError, "'cuda:99' cannot be used.*cpu"),
+        ({"dtype": "int8"}, ValueError, "bfloat16.*'int8'"),
     ],
 )
-def test_devices_and_dtypes_that_do_not_exist(tiny_llama, arguments, message):
-    with pytest.raises(ModelError, match=message):
+def test_devices_and_dtypes_that_do_not_exist(tiny_llama, arguments, error, message):
+    with pytest.raises(error, match=message):
         load(str(tiny_llama), **arguments)
 
 

@@ -32,8 +32,8 @@ def _codes(signs, at, tokens, shift, BITS: tl.constexpr):
     """Buckets of some keys, and -1 behind the last one."""
     there = at < tokens
     low = tl.load(signs + at, mask=there, other=0).to(tl.int32) & 0xFFFF
-    both = there & (shift + BITS > 16)
-    high = tl.load(signs + tokens + at, mask=both, other=0).to(tl.int32) & 0xFFFF
+    reach = tl.where(shift + BITS > 16, tokens, 0)  # none where the first word has all bits
+    high = tl.load(signs + tokens + at, mask=at < reach, other=0).to(tl.int32) & 0xFFFF
     codes = ((low | (high << 16)) >> shift) & ((1 << BITS) - 1)
     return tl.where(there, codes, -1)
 
