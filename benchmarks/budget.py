@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from arguments import a_device, a_method, a_model, argument, new_file, positive
+from ending import run_script
 from machine import hardware
 from rich.console import Console
 from rich.progress import Progress
@@ -116,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from ending import run_script
 from machine import hardware
 from rich.console import Console
 from rich.progress import Progress
@@ -391,4 +392,4 @@ def layer_table(threads: int, rows: Sequence[tuple[str, int, float, float]]) -> 
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from ending import run_script
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -255,4 +256,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from ending import run_script
 from machine import hardware
 from rich.console import Console
 from rich.table import Table
@@ -160,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

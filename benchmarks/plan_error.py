@@ -15,6 +15,7 @@ import itertools
 from dataclasses import asdict
 from pathlib import Path
 
+from ending import run_script
 from throughput_report import BUDGETS, Point, best, read
 
 from magicpig.engine.memory import parse_bytes
@@ -148,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

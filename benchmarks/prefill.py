@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from arguments import a_device, a_method, a_model, argument, new_file, positive
+from ending import run_script
 from machine import hardware
 from rich.console import Console
 from rich.progress import track
@@ -135,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from ending import run_script
 from machine import hardware
 from rich.console import Console
 from rich.table import Table
@@ -116,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ending import run_script
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -104,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
+from ending import run_script
 from pages import rewrite
 from rich.console import Console
 from rich.progress import track
@@ -309,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from arguments import argument, positive
+from ending import run_script
 from machine import hardware
 
 import magicpig
@@ -66,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

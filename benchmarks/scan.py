@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from ending import run_script
 from estimators import inputs
 from machine import hardware
 from rich.console import Console
@@ -264,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

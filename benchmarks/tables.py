@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import argument, positive
+from ending import run_script
 from machine import hardware
 from rich.console import Console
 from rich.progress import track
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -42,6 +42,7 @@ from arguments import (
     positive,
     some_seconds,
 )
+from ending import run_script
 from machine import cpu_time, hardware
 from rich.console import Console
 from rich.progress import track
@@ -379,4 +380,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

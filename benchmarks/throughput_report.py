@@ -14,6 +14,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ending import run_script
 from pages import rewrite
 
 from magicpig.files import write_whole
@@ -186,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

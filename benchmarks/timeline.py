@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import a_device, a_method, a_model, argument, new_file, positive
+from ending import run_script
 from machine import hardware
 from rich.console import Console
 from throughput import Bench, attending, covered, spans_of, steps_of, warm_up
@@ -144,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,6 +27,7 @@ double sum_of(const float* x, size_t count) {
 // Which of `total` blocks is the i-th of `count`: one of each of as many equal stretches, somewhere in it. At equal
 // distances text that repeats itself in step with them would show one side of itself only. Also in device_scan.py.
 size_t block_at(size_t i, size_t total, size_t count) {
+  if (count == total) return i;
   const size_t begin = i * total / count, end = (i + 1) * total / count;
   uint32_t where = static_cast<uint32_t>(i) * 0x9e3779b1u;
   where = (where ^ where >> 15) * 0x85ebca6bu;

@@ -1,7 +1,13 @@
 """Fixtures: seeds, and running a test on every instruction set this machine supports."""
 
-import pytest
+import os
+
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+
+import pytest
 from hypothesis import HealthCheck, settings
 from zoo import make_model, make_tokenizer
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,3 +217,19 @@ def test_steps_are_traced(script, model, tmp_path, capsys):
     assert "| whole |" in capsys.readouterr().out
     names = [event["name"] for event in json.loads(out.read_text())["traceEvents"]]
     assert names.count("decode") == 2
+
+
+@pytest.mark.parametrize(("ended", "status"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_scripts_that_are_ended_print_no_traceback(ended, status):
+    code = f"import ending\ndef main(): raise {ended.__name__}\nending.run_script(main)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_all_scripts_end_like_that():
+    for path in BENCHMARKS.glob("*.py"):
+        ending = path.read_text().partition('__name__ == "__main__"')[2]
+        if ending and path.name != "lsh_by_mask.py":  # a command of the package
+            assert "run_script(main)" in ending, path

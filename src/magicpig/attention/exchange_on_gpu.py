@@ -13,7 +13,7 @@ from triton.language.extra.cuda import globaltimer
 
 from magicpig.attention.kernel_sizes import wide
 
-COLUMNS = 128  # of the projection, at once
+COLUMNS = 128  # of the projection, at once, at most
 MANY = 4096  # vectors, which are looked at more of at once: keys
 MOST = tl.constexpr(1e36)  # a squared norm: the native core takes no larger vectors
 
@@ -140,7 +140,8 @@ def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor)
     dim, stride = directions.shape
     count = len(vectors)
     rows = 16 if count < MANY else 64
-    grid = triton.cdiv(count, rows), triton.cdiv(columns, COLUMNS)
+    at_once = max(16, min(COLUMNS, 16384 // wide(dim)))  # GPUs before Ampere have room for no more
+    grid = triton.cdiv(count, rows), triton.cdiv(columns, at_once)
     _signs[grid](
         vectors,
         directions,
@@ -151,7 +152,7 @@ def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor)
         DIM=dim,
         WIDE=wide(dim),
         ROWS=rows,
-        COLUMNS=COLUMNS,
+        COLUMNS=at_once,
     )
 
 

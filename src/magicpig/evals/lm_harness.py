@@ -224,7 +224,7 @@ class MagicPigLM(TemplateLM):  # type: ignore[misc]
                 logits: list[Tensor] = []
                 continuations: list[list[int]] = []
                 for asked in batch:
-                    longest = max(map(len, asked.continuations.values()))
+                    longest = max(1, *map(len, asked.continuations.values()))
                     kv, after = self._read(asked.context, longest)
                     for i, continuation in asked.continuations.items():
                         numbers.append(i)
