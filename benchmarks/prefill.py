@@ -27,6 +27,7 @@ from rich.progress import track
 from throughput import Bench
 
 import magicpig
+from magicpig import trace
 from magicpig.attention.gpu import give_back_pinned
 from magicpig.cli.inputs import length_list
 
@@ -109,6 +110,11 @@ def main() -> None:
     parser.add_argument("--systems", type=argument(a_method), nargs="+", default=list(SYSTEMS))
     parser.add_argument("--rounds", type=argument(positive), default=2)
     parser.add_argument("--json", type=argument(new_file))
+    parser.add_argument(
+        "--trace",
+        type=argument(new_file),
+        help="of one more prompt, the last one of the last system",
+    )
     args = parser.parse_args()
     print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
     if args.device == "cuda":
@@ -132,6 +138,9 @@ def main() -> None:
             points.append(Point(system, tokens, read, done, over, fresh[1], fresh_over, peak))
         if args.json:
             args.json.write_text(json.dumps([asdict(p) for p in points], indent=1))
+    if args.trace:
+        with trace.recording(args.trace):
+            once(bench, args.systems[-1], args.prompts[-1])
     print(table(points))
 
 

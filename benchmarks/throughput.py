@@ -50,7 +50,7 @@ from throughput_report import Point, best_table, plot, table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import magicpig
-from magicpig import WindowConfig, _native, plotting, trace
+from magicpig import WindowConfig, native, plotting, trace
 from magicpig.attention.gpu import give_back_pinned
 from magicpig.attention.plan import make_plan
 from magicpig.cli.inputs import length_list
@@ -100,7 +100,7 @@ class Bench:
         self.model = model
         self.weights = sum(p.nbytes for p in model.parameters())
         self.attention = model.config._attn_implementation
-        self.roof = _native.stream_read_roof(1 << 30, 5)
+        self.roof, _ = native.memory_roofs()
 
     def runner(self, system: str) -> Runner:
         config = self.model.config

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from magicpig import LSHConfig, ScanConfig, reference
 from magicpig.attention import exchange_on_gpu, scan_on_gpu, whole_on_gpu, window_on_gpu
 from magicpig.attention.mass_on_gpu import causal_mass
+from magicpig.kv.hash_on_gpu import hash_keys
 from magicpig.kv.tables_on_gpu import sort
 from magicpig.nn import on_gpu
 from magicpig.nn.twins import ACTIVATIONS
@@ -79,10 +80,10 @@ def prompts(num_heads, kv_heads, dim, dtype):
 
 def hashing(dim, dtype):
     directions = reference.projection(LSHConfig(10, 150), dim).bfloat16()
-    for count in (32, 5000):
-        signs = torch.zeros(94, count, dtype=torch.int16)
-        vectors = torch.zeros(count, dim, dtype=dtype)
-        exchange_on_gpu.hash_signs(vectors, exchange_on_gpu.padded(directions), 1500, signs)
+    directions, signs = exchange_on_gpu.padded(directions), torch.zeros(94, 32, dtype=torch.int16)
+    exchange_on_gpu.hash_signs(torch.zeros(32, dim, dtype=dtype), directions, 1500, signs)
+    for count in (5000, 4096):
+        hash_keys(torch.zeros(2, count, dim, dtype=dtype), directions, 1500)
 
 
 def drawing(num_heads, kv_heads, dim, dtype, bits):

@@ -301,3 +301,22 @@ def test_no_memory_to_measure_with(machine, monkeypatch):
 def test_roofs_are_really_measured():
     facts, _ = health.roofs()
     assert all(1e8 < rate < 1e13 for rate in facts.values())
+
+
+@pytest.mark.parametrize(
+    ("threads", "free", "size"),
+    [
+        (2, 64 << 30, 1 << 30),
+        (8, 64 << 30, 2 << 30),
+        (64, 64 << 30, 4 << 30),
+        (64, 1 << 30, 1 << 27),
+    ],
+)
+def test_roofs_are_of_more_memory_than_caches_hold(monkeypatch, threads, free, size):
+    seen = []
+    monkeypatch.setattr(native, "num_threads", lambda: threads)
+    monkeypatch.setattr(_native, "available_memory", lambda: free)
+    for name in ("stream_read_roof", "gather_read_roof"):
+        monkeypatch.setattr(_native, name, lambda size, *_: seen.append(size) or 1e10)
+    assert native.memory_roofs() == (1e10, 1e10)
+    assert seen == [size, size]

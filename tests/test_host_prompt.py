@@ -111,7 +111,7 @@ def test_a_text_that_was_read_goes_on():
 
 
 def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
-    """And the next one, which is on its way."""
+    """And the next one, which is on its way; between parts of a prompt the first."""
     most = []
     append = HostPrompt.append
 
@@ -125,6 +125,9 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
     prefill = runner.begin(list(range(3, 120)))
     while prefill.done < 117:
         runner.prefill(prefill)
+        first, *others = [layer.prompt for layer in prefill.cache.layers if layer.on_host]
+        assert (first._on_device is not None) is (prefill.done < 117)
+        assert all(prompt._on_device is None for prompt in others)
     assert max(most) <= 2
     assert len(most) > 4
 

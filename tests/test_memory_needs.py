@@ -79,7 +79,7 @@ def test_layers_that_a_gpu_keeps_are_copied_when_they_grow():
 def test_hashing_takes_memory_by_heads_and_tables():
     asked = [of_8b(method).workspace() for method in ("scan:2:1%", "lsh:10:150", "lsh:10:300")]
     hashing = [each - asked[0] for each in asked]
-    borders = 2 * 8 * 8 * 1024  # of a table: where buckets begin, and how far they have come
+    borders = 2 * 8 * 4 * 1024 * (1 + 8)  # of a table: where buckets begin, and in eight parts
     keys = 65_536 * (5_120 + 2 * 8 * 2 * 150), 65_536 * (8_128 + 2 * 8 * 2 * 300)
     assert hashing == [0, keys[0] + 150 * borders, keys[1] + 300 * borders]
     many_bits = (

@@ -10,6 +10,7 @@ from magicpig import LSHConfig, _native, reference
 from magicpig.attention.mass import attention_mass
 from magicpig.attention.merge import merge
 from magicpig.attention.scoring import Scoring, attend_to_all
+from magicpig.kv import device_index
 from magicpig.kv.device_index import hashed
 from magicpig.nn.twins import ACTIVATIONS
 
@@ -17,6 +18,7 @@ CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infinities, interpreted
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+DIRECTIONS = torch.bfloat16 if CUDA else torch.float32  # as it can multiply
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
 
 
@@ -76,7 +78,7 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     exchange_on_gpu.ask(there, asked)
     lsh = LSHConfig(5, 30)
     exact = reference.projection(lsh, dim)
-    directions = exact.to(DEVICE, torch.bfloat16 if CUDA else torch.float32)  # as it can multiply
+    directions = exact.to(DEVICE, DIRECTIONS)
     words = torch.full((10, batch * heads), 7, dtype=torch.int16, pin_memory=CUDA)
     flat = there.flatten(0, 1)
     exchange_on_gpu.hash_signs(flat, exchange_on_gpu.padded(directions), 150, words)
@@ -101,14 +103,49 @@ def test_what_goes_to_the_cpu_and_comes_back(sizes, dtype):
     torch.testing.assert_close(alone[fine].float(), near[0].cpu()[fine], atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("dim", "dtype", "tokens"),
+    [
+        (64, torch.bfloat16, 300),
+        (128, torch.bfloat16, 64),
+        (80, torch.float32, 129),
+        (256, torch.float16, 33),
+        (16, torch.bfloat16, 1),
+    ],
+)
+def test_keys_hashed_for_tables(dim, dtype, tokens):
+    from magicpig.attention.exchange_on_gpu import padded
+    from magicpig.kv.hash_on_gpu import hash_keys
+
+    torch.manual_seed(0)
+    lsh = LSHConfig(5, 21)
+    keys = torch.randn(tokens, 3, dim) + torch.linspace(-2, 2, dim)
+    keys[:, 1] = keys[:1, 1]  # all of them at the mean
+    keys = keys.to(dtype).transpose(0, 1)
+    if tokens > 100:
+        keys[0, 7, 3] = torch.nan  # which the native core refuses
+    directions = reference.projection(lsh, dim).to(DEVICE, DIRECTIONS)
+    mine = hash_keys(keys.to(DEVICE), padded(directions), 105)
+    means, inv_norms, signs = (found.cpu() for found in mine)
+    expected = device_index.hash_keys(keys, lsh)
+    heads = [1, 2] if tokens > 100 else [0, 1, 2]
+    torch.testing.assert_close(means[heads], expected[0][heads], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inv_norms, expected[1], atol=1e-6, rtol=1e-5)
+    assert not inv_norms[1].any()
+    differing = ((signs ^ expected[2])[heads].int() & 0xFFFF).flatten().tolist()
+    flipped = sum(bin(word).count("1") for word in differing)
+    assert flipped <= 0.002 * 3 * tokens * 105  # where a projection is all but zero
+
+
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize(
     ("bits", "tables", "tokens"),
     [(10, 5, 2048), (5, 13, 1000), (11, 3, 257), (1, 9, 33), (12, 2, 1), (7, 4, 256)],
 )
-def test_keys_sorted_into_tables(bits, tables, tokens, alike):
+def test_keys_sorted_into_tables(bits, tables, tokens, alike, monkeypatch):
     from magicpig.kv.tables_on_gpu import sort
 
+    monkeypatch.setattr(device_index, "PART", 100)  # of them, so that there are some
     torch.manual_seed(0)
     signs = torch.randint(-(2**15), 2**15, (2, -(-bits * tables // 16), tokens)).short()
     if alike:  # most keys share their buckets, in runs

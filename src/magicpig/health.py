@@ -27,8 +27,6 @@ from magicpig.self_check import difference
 ROOT = Path("/")  # of /proc, /sys and /dev
 DEFAULT_MODEL = "smollm2"
 LITTLE_MEMORY = 2e9  # torch and the default model with a short context, and not much more
-ROOF_BYTES = 256 << 20  # more than most caches hold
-ROW_BYTES = 512  # key and value of a token: head_dim 128 in bfloat16
 LOW_STREAM, LOW_GATHER = 5e9, 2e9  # bytes/s that one core of a machine at rest exceeds
 
 
@@ -249,8 +247,7 @@ def roofs() -> Checked:
     if threads is None:
         return facts, []
     try:
-        stream = _native.stream_read_roof(ROOF_BYTES, 5)
-        gather = _native.gather_read_roof(ROOF_BYTES, ROW_BYTES, 3)
+        stream, gather = native.memory_roofs()
     except (MemoryError, RuntimeError):  # too little memory, too many threads: told by others
         return facts, []
     facts = {"stream_bytes_per_second": stream, "gather_bytes_per_second": gather}

@@ -1,9 +1,14 @@
-"""Which instruction set the native core uses, and how many threads. Process-wide."""
+"""Which instruction set the native core uses, how many threads, and what memory gives these.
+
+Process-wide.
+"""
 
 from __future__ import annotations
 
 from magicpig import _native
 from magicpig.config import check_int
+
+ROW_BYTES = 512  # key and value of a token: head_dim 128 in bfloat16
 
 
 def isa() -> str:
@@ -35,3 +40,12 @@ def set_num_threads(count: int) -> None:
     """
     check_int("count", count, 1, 1024)
     _native.set_num_threads(count)
+
+
+def memory_roofs() -> tuple[float, float]:
+    """Bytes per second that all threads read together: one after the other, and in rows of 512 at
+    random places. Takes seconds, and up to 4 GiB: caches of large processors hold half of one.
+    """
+    wanted = min(max(4, num_threads()), 16) << 28
+    size = max(1 << 20, min(wanted, _native.available_memory() // 8))
+    return _native.stream_read_roof(size, 5), _native.gather_read_roof(size, ROW_BYTES, 3)

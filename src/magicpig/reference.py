@@ -16,6 +16,7 @@ from torch import Tensor
 from magicpig.config import LSHConfig, ScanConfig
 
 MIN_NORM = 1e-12
+AT_MEAN = 1e-4  # nearer to the mean than this share of its norm, a key has no direction
 
 
 def projection(lsh: LSHConfig, head_dim: int) -> Tensor:
@@ -71,7 +72,7 @@ def centre(keys: Tensor) -> Tensor:
     """
     mean = keys.double().mean(0)
     centred = (keys.double() - mean).float()
-    border = (1e-4 * mean.norm()).clamp(min=MIN_NORM)
+    border = (AT_MEAN * mean.norm()).clamp(min=MIN_NORM)
     return torch.where(centred.double().norm(dim=-1, keepdim=True) > border, centred, 0.0)
 
 

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import globaltimer
 from magicpig.attention.kernel_sizes import wide
 
 COLUMNS = 128  # of the projection, at once, at most
-MANY = 4096  # vectors, which are looked at more of at once: keys
+ROWS = 16  # queries
 MOST = tl.constexpr(1e36)  # a squared norm: the native core takes no larger vectors
 
 
@@ -31,22 +31,16 @@ def _ask(queries, asked, DIM: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _signs(
-    queries, directions, signs, count, columns, stride,
+def write_signs(
+    vectors, rows, first, directions, signs, count, columns, stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of some queries and columns: which projections are at least 0, sixteen to a word."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(1) * COLUMNS
+    """Of some of `count` vectors, and columns from the first on: which projections are at least 0,
+    sixteen to a word. Vectors are in bfloat16, as the native core hashes."""
     at, dims = first + tl.arange(0, COLUMNS), tl.arange(0, WIDE)
-    q = tl.load(
-        queries + rows[:, None] * DIM + dims[None, :],
-        mask=(rows < count)[:, None] & (dims < DIM)[None, :],
-        other=0.0,
-    ).to(tl.bfloat16)  # as keys are hashed
     places = dims[:, None] * stride + at[None, :]
     p = tl.load(directions + places, mask=(dims < DIM)[:, None], other=0.0)
-    product = tl.dot(q.to(p.dtype), p, input_precision="ieee")
+    product = tl.dot(vectors.to(p.dtype), p, input_precision="ieee")
     found = (product >= 0) & (at < columns)[None, :]
     bits = found.to(tl.int32) << (at % 16)[None, :]
     words = tl.sum(tl.reshape(bits, [ROWS, COLUMNS // 16, 16]), 2)
@@ -54,6 +48,21 @@ def _signs(
     place = group[None, :] * count + rows[:, None]
     mask = (rows < count)[:, None] & (group * 16 < columns)[None, :]
     tl.store(signs + place, words.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _signs(
+    queries, directions, signs, count, columns, stride,
+    DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows, dims = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    q = tl.load(
+        queries + rows[:, None] * DIM + dims[None, :],
+        mask=(rows < count)[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    ).to(tl.bfloat16)
+    first = tl.program_id(1) * COLUMNS
+    write_signs(q, rows, first, directions, signs, count, columns, stride, DIM, WIDE, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -131,19 +140,18 @@ def padded(directions: Tensor) -> Tensor:
     return torch.nn.functional.pad(directions, (0, -directions.shape[1] % COLUMNS)).contiguous()
 
 
-def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor) -> None:
-    """Signs of projections of vectors [n, dim], as the native core wants them.
+def hash_signs(queries: Tensor, directions: Tensor, columns: int, signs: Tensor) -> None:
+    """Signs of projections of queries [n, dim], as the native core wants them.
 
     directions: [dim, columns], padded, in values that bfloat16 holds.
     signs: int16 [columns / 16, n], in the memory of the host or of the device.
     """
     dim, stride = directions.shape
-    count = len(vectors)
-    rows = 16 if count < MANY else 64
+    count = len(queries)
     at_once = max(16, min(COLUMNS, 16384 // wide(dim)))  # GPUs before Ampere have room for no more
-    grid = triton.cdiv(count, rows), triton.cdiv(columns, at_once)
+    grid = triton.cdiv(count, ROWS), triton.cdiv(columns, at_once)
     _signs[grid](
-        vectors,
+        queries,
         directions,
         signs,
         count,
@@ -151,7 +159,7 @@ def hash_signs(vectors: Tensor, directions: Tensor, columns: int, signs: Tensor)
         stride,
         DIM=dim,
         WIDE=wide(dim),
-        ROWS=rows,
+        ROWS=ROWS,
         COLUMNS=at_once,
     )
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -69,10 +70,11 @@ def _launches_block() -> bool:
 
 
 def _link(layers: Sequence[Any]) -> None:
-    """Layers with prompts in host memory: each fetches the next one's while it computes."""
+    """Layers with prompts in host memory: each fetches the next one's while it computes, the last
+    one the first's, for the next part."""
     on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
-    for layer, following in itertools.pairwise(on_host):
-        layer.following = following
+    for layer, following in itertools.pairwise(on_host + on_host[:1]):
+        layer.following = ref(following)
 
 
 def _let_go(graphs: Sequence[StepGraphs]) -> None:
@@ -220,14 +222,15 @@ class Runner:
             with self._there(), where(), torch.inference_mode():
                 return layer.to_sequence() if isinstance(layer, BatchLayer) else layer
 
+        layers = prefill.cache.layers
         with trace.span("make far", tokens=prefill.done):
-            if not (self.prompts_on_host and self.plan.method.on_host):
-                layers = list(map(finished, prefill.cache.layers))
-                return SequenceKV(layers, prefill.done, prefill.long_rope)
-            # A GPU hashes one layer's keys while the CPU sorts another's.
-            with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
-                layers = list(pool.map(finished, prefill.cache.layers))
-                return SequenceKV(layers, prefill.done, prefill.long_rope)
+            if any(isinstance(layer, BatchLayer) and layer.has_much_left for layer in layers):
+                # A GPU hashes one layer's keys while the CPU sorts another's.
+                with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
+                    layers = list(pool.map(finished, layers))
+            else:
+                layers = list(map(finished, layers))
+            return SequenceKV(layers, prefill.done, prefill.long_rope)
 
     @torch.inference_mode()
     def finish_under(self, prefill: Prefill, plans: Sequence[Plan]) -> list[SequenceKV]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     on_host: whether a prompt is kept in host memory while it is read; for batches of one.
     early: whether segments of such a prompt are made while it is read.
 
-    following: the next layer with its prompt there, which is told when to fetch it.
+    following: the next layer with its prompt there, which is told when to fetch it; behind the last
+        one the first, for the next part.
     """
 
     is_croppable = True
@@ -57,7 +59,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.new_row, self.span, self.watch, self.on_host = new_row, span, watch, on_host
         self.builds_early = early
-        self.following: BatchLayer | None = None
+        self.following: ref[BatchLayer] | None = None
         self.expected, self.check = expected, check
         self.is_sliding = span is not None
         self.num_heads = 0
@@ -148,10 +150,20 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self._gather(keys)
         assert self.prompt
         self.prompt.append(keys, values)
-        if self.following and self.following.prompt:
-            self.following.prompt.fetch(self.prompt.num_tokens)
+        self._fetch_following(keys.shape[2])
         self.num_seen = self.num_gathered = self.num_seen + keys.shape[2]
         return self.prompt.tensors
+
+    def _fetch_following(self, tokens: int) -> None:
+        """When a part of so many tokens has come here. The next part has no more of them."""
+        layer = self.following() if self.following else None
+        if not (self.prompt and layer and isinstance(layer.prompt, HostPrompt)):
+            return
+        there = self.prompt.num_tokens
+        if layer.prompt.num_tokens < there:
+            layer.prompt.fetch(there)
+        elif there < self.expected:
+            layer.prompt.fetch(min(there + tokens, self.expected))
 
     def attend(
         self,
@@ -193,6 +205,11 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             self.early = row if isinstance(row, HybridLayer) else None
         if self.early:
             self.early.build_early(self.prompt, self.expected)
+
+    @property
+    def has_much_left(self) -> bool:
+        """Whether a prompt in host memory is made far all at the end."""
+        return self.on_host and not (self.early and self.early.num_early)
 
     def to_rows(self, like: Tensor, visible: Tensor | None = None) -> None:
         """Turns a gathered prompt into sequences, if there is one.

@@ -10,6 +10,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from magicpig import trace
+
 
 class Courier:
     """For one device. On the CPU copies are made at once; there is nothing to go beside."""
@@ -41,7 +43,7 @@ class Courier:
             return Errand(None, self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), trace.device_span("copies"):
                 for source, target in copies:
                     target.copy_(source, non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]

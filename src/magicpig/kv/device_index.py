@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicpig import _native, reference
+from magicpig import _native, reference, trace
 from magicpig.attention.gpu import has_triton, is_out_of_memory
 from magicpig.config import LSHConfig
 from magicpig.kv.base import LayerShape
@@ -26,9 +26,9 @@ from magicpig.kv.courier import courier, current, turns
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
-AT_MEAN = 1e-4  # nearer to the mean than this share of its norm, a key has no direction
 MAX_NORM = 1e18
 MOST_BITS = 12  # of tables that are sorted on a GPU
+PART, MOST_PARTS = 2048, 8  # of keys that it sorts side by side: of one, keys at least
 UNSIGNED = {torch.int16: np.uint16, torch.int32: np.uint32}
 
 
@@ -162,7 +162,8 @@ def bytes_hashing(lsh: LSHConfig, shape: LayerShape, tokens: int) -> int:
     heads, dim = shape.num_kv_heads, shape.head_dim
     in_hashing, tables = 16 * dim * tokens, 0
     if sorted_there(lsh):
-        tables = heads * lsh.num_tables * (2 * tokens + 8 * 2**lsh.bits_per_table)
+        buckets = 4 * 2**lsh.bits_per_table * (parts_of(tokens) + 1)
+        tables = heads * lsh.num_tables * (2 * tokens + buckets)
     each = tokens * heads * (2 * words_of(lsh) + 4) + max(in_hashing, tables)
     return 2 * each + tokens * heads * dim * shape.dtype.itemsize
 
@@ -183,18 +184,25 @@ def sorted_there(lsh: LSHConfig) -> bool:
     return lsh.bits_per_table <= MOST_BITS
 
 
+def parts_of(tokens: int) -> int:
+    """Of a table, for as many warps: beyond that a GPU runs no more of them at a time."""
+    return min(MOST_PARTS, -(-tokens // PART))
+
+
 def found_of(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, ...]:
     """What the native core wants to know of keys [num_kv_heads, tokens, head_dim]: their means, and
     one over their norms, as hash_keys has them; and the tables, if the device sorts and has the
     memory for it, or signs."""
-    means, inv_norms, signs = hash_keys(keys, lsh)
+    with trace.device_span("hash", tokens=keys.shape[1]):
+        means, inv_norms, signs = hash_keys(keys, lsh)
     shape = lsh.num_tables, lsh.bits_per_table
     if sorted_there(lsh) and has_triton(signs):
         from magicpig.kv import tables_on_gpu
 
         with _as_far_as_memory_goes():
             if _sorts_right(signs.device, *shape):
-                return means, inv_norms, *tables_on_gpu.sort(signs, *shape)
+                with trace.device_span("sort", tokens=keys.shape[1]):
+                    return means, inv_norms, *tables_on_gpu.sort(signs, *shape)
     return means, inv_norms, signs
 
 
@@ -204,8 +212,8 @@ def _sorts_right(device: torch.device, num_tables: int, bits_per_table: int) -> 
     kernel counts on which lanes of a warp Triton gives keys to."""
     fault = "its tables are others than they should be"
     try:
-        # Triton makes a kernel of its own of multiples of 16.
-        if all(_sorted_as_should_be(device, num_tables, bits_per_table, n) for n in (1000, 1024)):
+        # Of some parts; Triton makes kernels of their own of multiples of 16.
+        if all(_sorted_as_should_be(device, num_tables, bits_per_table, n) for n in (5000, 5024)):
             return True
     except Exception as error:
         if is_out_of_memory(error):
@@ -238,6 +246,11 @@ def hash_keys(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor, Tensor]:
     less those, one over their norms [num_kv_heads, tokens], and signs of their projections, int16
     [num_kv_heads, projections / 16, tokens], a bit for each."""
     heads, tokens, dim = keys.shape
+    if has_triton(keys):
+        from magicpig.kv import hash_on_gpu
+
+        directions = directions_of(lsh, dim, keys.device)
+        return hash_on_gpu.hash_keys(keys, directions, columns_of(lsh))
     means = torch.empty(heads, dim, device=keys.device)
     inv_norms = torch.empty(heads, tokens, device=keys.device)
     signs = torch.empty(heads, words_of(lsh), tokens, dtype=torch.int16, device=keys.device)
@@ -251,7 +264,7 @@ def _hash_head(keys: Tensor, lsh: LSHConfig, mean: Tensor, inv_norms: Tensor, ou
     mean.copy_(wide.double().mean(0))
     centred = wide - mean
     norms = centred.norm(dim=-1)
-    has_direction = norms > (AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
+    has_direction = norms > (reference.AT_MEAN * mean.norm()).clamp(min=reference.MIN_NORM)
     inv_norms.copy_(torch.where(has_direction, 1 / norms, 0.0))
     centred = torch.where(has_direction[:, None], centred, 0.0)
     hashed(centred, directions_of(lsh, keys.shape[1], keys.device), columns_of(lsh), out)

@@ -43,7 +43,7 @@ class HybridLayer(NativeLayer):
     window: DeviceWindow  # type: ignore[assignment]
     _codes: DeviceCodes | None = None
     _growing: GrowingSegment | None = None
-    num_early = 0  # tokens of the prompt that were made far early, or will be
+    num_early = 0  # tokens of the prompt that is read, which were made far early, or will be
     _early: Sequence[Future[None]] = ()  # what makes them so, and has not ended as far as is known
 
     @property
@@ -98,10 +98,16 @@ class HybridLayer(NativeLayer):
         """When all of it is read: with the tokens that were not made far early."""
         self._hear(wait=True)
         self.num_early, self._growing = 0, None
-        far = self.far.num_tokens
-        if far:
-            self._append(*prompt.here(0, self.config.sinks))
-        self.extend(*prompt.here(self.config.sinks + far if far else 0, prompt.num_tokens))
+        sinks, far, end = self.config.sinks, self.far.num_tokens, prompt.num_tokens
+        if not far:
+            return self.extend(*prompt.here(0, end))
+        first = sinks + far
+        last = min(first + self.config.local, end)
+        parts = prompt.here(0, sinks), prompt.here(first, last)
+        keys, values = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
+        self._append(keys, values)  # to a new window, once
+        if last < end:
+            self.extend(*prompt.here(last, end))
 
     def _append_far(self, far: LayerKV, keys: Tensor, values: Tensor) -> None:
         append_from(self.shape.device, far, keys, values)

@@ -1,7 +1,8 @@
 """Keys sorted into hash tables on a GPU, as the native core has them.
 
-A warp makes a table: it counts the keys of each bucket, adds the counts up, and puts the keys to
-their places, in their order, 32 at a time. Tables are many, so all warps have enough to do.
+By counting: how many keys each bucket has, in each of some parts of the keys; where each part
+begins in each bucket; and then each key goes to its place. A warp has one part for one table, of
+which it places 32 keys at a time, in their order. Tables are many, so all warps have enough to do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from magicpig.kv.device_index import parts_of
 
 AT_ONCE = 256  # keys that are counted, or buckets, at most
 LANES = tl.constexpr(32)
@@ -28,11 +31,19 @@ ALIKE = tl.constexpr("""{
 
 
 @triton.jit
-def _codes(signs, at, tokens, shift, BITS: tl.constexpr):
-    """Buckets of some keys, and -1 behind the last one."""
-    there = at < tokens
+def _table_of(signs, tokens, words, BITS: tl.constexpr):
+    """Its number among all, where the signs of its keys are, and from which bit on."""
+    table, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    own = head * tl.num_programs(1) + table
+    return own, signs + (head * words + table * BITS // 16) * tokens, table * BITS % 16
+
+
+@triton.jit
+def _codes(signs, at, end, tokens, shift, BITS: tl.constexpr):
+    """Buckets of some keys, and -1 from `end` on."""
+    there = at < end
     low = tl.load(signs + at, mask=there, other=0).to(tl.int32) & 0xFFFF
-    reach = tl.where(shift + BITS > 16, tokens, 0)  # none where the first word has all bits
+    reach = tl.where(shift + BITS > 16, end, 0)  # none where the first word has all bits
     high = tl.load(signs + tokens + at, mask=at < reach, other=0).to(tl.int32) & 0xFFFF
     codes = ((low | (high << 16)) >> shift) & ((1 << BITS) - 1)
     return tl.where(there, codes, -1)
@@ -50,37 +61,57 @@ def _alike(codes, lanes, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _sort(
-    signs, places, offsets, ids, tokens, words,
-    BITS: tl.constexpr, COUNTED: tl.constexpr, BUCKETS: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    """places: for each bucket 0, and then where its next key goes."""
-    table, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+def _count(signs, counts, tokens, words, part, BITS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Of a part of a head's keys, for one table: how many are in each bucket."""
+    own, signs, shift = _table_of(signs, tokens, words, BITS)
+    counts += (own * tl.num_programs(0) + tl.program_id(0)) * (1 << BITS)
+    begin = tl.program_id(0) * part
+    end = tl.minimum(begin + part, tokens)
+    for first in range(begin, end, AT_ONCE):
+        codes = _codes(signs, first + tl.arange(0, AT_ONCE), end, tokens, shift, BITS)
+        tl.atomic_add(counts + codes, 1, mask=codes >= 0, sem="relaxed")
+
+
+@triton.jit
+def _begin(counts, offsets, parts, BITS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Of one table: where each bucket begins, and there each part. counts: become the latter."""
     buckets: tl.constexpr = 1 << BITS
-    own = head * tl.num_programs(0) + table
-    signs += (head * words + table * BITS // 16) * tokens
-    shift = table * BITS % 16
-    places, offsets, ids = places + own * buckets, offsets + own * (buckets + 1), ids + own * tokens
-    for first in range(0, tokens, COUNTED):
-        codes = _codes(signs, first + tl.arange(0, COUNTED), tokens, shift, BITS)
-        tl.atomic_add(places + codes, 1, mask=codes >= 0, sem="relaxed")
-    tl.debug_barrier()
+    own = tl.program_id(0).to(tl.int64)
+    counts, offsets = counts + own * parts * buckets, offsets + own * (buckets + 1)
     total = 0
-    for first in range(0, buckets, BUCKETS):
-        at = first + tl.arange(0, BUCKETS)
-        counts = tl.load(places + at, cache_modifier=".cg")
-        ends = total + tl.cumsum(counts, 0)
-        tl.store(places + at, ends - counts)
-        tl.store(offsets + 1 + at, ends)
-        total += tl.sum(counts, 0)
     tl.store(offsets, 0)
-    tl.debug_barrier()
+    for first in range(0, buckets, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
+        whole = tl.zeros([AT_ONCE], tl.int32)
+        for part in range(parts):
+            whole += tl.load(counts + part * buckets + at)
+        ends = total + tl.cumsum(whole, 0)
+        tl.store(offsets + 1 + at, ends)
+        place = ends - whole
+        for part in range(parts):
+            count = tl.load(counts + part * buckets + at)
+            tl.store(counts + part * buckets + at, place)
+            place += count
+        total += tl.sum(whole, 0)
+
+
+@triton.jit
+def _place(
+    signs, places, ids, tokens, words, part, BITS: tl.constexpr, ON_GPU: tl.constexpr
+):  # fmt: skip
+    """Puts a part's keys where they belong, in their order. places: of the next key of a bucket;
+    no other part writes there, so that they stay in this processor's cache."""
+    own, signs, shift = _table_of(signs, tokens, words, BITS)
+    places += (own * tl.num_programs(0) + tl.program_id(0)) * (1 << BITS)
+    ids += own * tokens
+    begin = tl.program_id(0) * part
+    end = tl.minimum(begin + part, tokens)
     lanes = tl.arange(0, LANES)
-    codes = _codes(signs, lanes, tokens, shift, BITS)
-    for first in range(0, tokens, LANES):
+    codes = _codes(signs, begin + lanes, end, tokens, shift, BITS)
+    for first in range(begin, end, LANES):
         there = codes >= 0
-        place = tl.load(places + codes, mask=there, other=0, cache_modifier=".cg")
-        following = _codes(signs, first + LANES + lanes, tokens, shift, BITS)
+        place = tl.load(places + codes, mask=there, other=0)
+        following = _codes(signs, first + LANES + lanes, end, tokens, shift, BITS)
         before, behind = _alike(codes, lanes, ON_GPU)
         place += before
         tl.store(ids + place, (first + lanes).to(tl.int16), mask=there)
@@ -95,20 +126,25 @@ def sort(signs: Tensor, num_tables: int, bits_per_table: int) -> tuple[Tensor, T
     tokens]: where buckets begin, int32 [kv_heads, tables, buckets + 1], and the keys of one after
     the other, uint16 as int16 [kv_heads, tables, tokens]."""
     heads, words, tokens = signs.shape
-    buckets, device = 1 << bits_per_table, signs.device
-    places = torch.zeros(heads, num_tables, buckets, dtype=torch.int32, device=device)
+    buckets, parts, device = 1 << bits_per_table, parts_of(tokens), signs.device
+    places = torch.zeros(heads, num_tables, parts, buckets, dtype=torch.int32, device=device)
     offsets = torch.empty(heads, num_tables, buckets + 1, dtype=torch.int32, device=device)
     ids = torch.empty(heads, num_tables, tokens, dtype=torch.int16, device=device)
-    _sort[(num_tables, heads)](
+    part, grid = triton.cdiv(tokens, parts), (parts, num_tables, heads)
+    _count[grid](
+        signs, places, tokens, words, part, BITS=bits_per_table, AT_ONCE=AT_ONCE, num_warps=1
+    )
+    _begin[(num_tables * heads,)](
+        places, offsets, parts, BITS=bits_per_table, AT_ONCE=min(AT_ONCE, buckets), num_warps=1
+    )
+    _place[grid](
         signs,
         places,
-        offsets,
         ids,
         tokens,
         words,
+        part,
         BITS=bits_per_table,
-        COUNTED=AT_ONCE,
-        BUCKETS=min(AT_ONCE, buckets),
         ON_GPU=signs.is_cuda,
         num_warps=1,
     )

@@ -14,15 +14,12 @@ from magicpig.kv.layer import LayerKV
 from magicpig.planning.machines import GIB, Cpu, Gpu
 
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 128, 65536
-ROOF_BYTES = 256 << 20
-ROW_BYTES = 512
 REPEATS = 12
 
 
 def this_cpu() -> Cpu:
     """Takes some seconds."""
-    stream = _native.stream_read_roof(ROOF_BYTES, 5)
-    gather = _native.gather_read_roof(ROOF_BYTES, ROW_BYTES, 3)
+    stream, gather = native.memory_roofs()
     memory = int(_native.available_memory() * SHARE)  # as the engine takes it
     cpu = Cpu("here", native.num_threads(), stream, gather, memory)
     generator = torch.Generator().manual_seed(0)
