@@ -4,7 +4,8 @@ import gc
 import os
 import threading
 import time
-from queue import SimpleQueue
+from collections import deque
+from queue import Empty, SimpleQueue
 from weakref import ref
 
 import pytest
@@ -14,7 +15,7 @@ from zoo import loaded
 
 from magicpig import LLM, SamplingParams, WindowConfig
 from magicpig.kv import device_index, host_prompt, hybrid_layer, segments
-from magicpig.kv.courier import Courier
+from magicpig.kv.courier import Courier, Errand
 from magicpig.kv.device_index import GrowingSegment
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
@@ -200,6 +201,33 @@ def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room
     assert grown.segment_sizes == whole.segment_sizes == [588]
     assert_same(grown, whole)
     assert free.qsize() == room  # they were given back
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_place_is_waited_for_while_the_device_is_behind(monkeypatch, comes):
+    """Keys are hashed when it has them, and not all at the end; where the native core is behind
+    nobody waits."""
+    places, asked = SimpleQueue(), []
+
+    class Underway:
+        @property
+        def is_done(self):
+            asked.append(None)
+            if comes and len(asked) == 5:
+                places.put(3)
+            return not comes and len(asked) > 5
+
+    monkeypatch.setattr(device_index, "_places", places)
+    monkeypatch.setattr(device_index, "_last_ahead", deque())
+    with pytest.raises(Empty):
+        device_index._place_or_empty()
+    device_index._last_ahead.extend([Errand(None, torch.device("cpu")), Underway()])
+    if comes:
+        assert device_index._place_or_empty() == 3
+    else:
+        with pytest.raises(Empty):
+            device_index._place_or_empty()
+    assert len(asked) >= 5
 
 
 def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):

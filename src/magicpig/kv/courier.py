@@ -72,6 +72,10 @@ class Errand:
         if self._event:
             self._event.wait(torch.cuda.current_stream(self._device))
 
+    @property
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def before_host(self) -> None:
         """Waits for it."""
         if self._event:

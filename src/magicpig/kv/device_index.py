@@ -8,6 +8,7 @@ for projections within rounding of zero.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -22,13 +23,14 @@ from magicpig import _native, reference, trace
 from magicpig.attention.gpu import has_triton, is_out_of_memory
 from magicpig.config import LSHConfig
 from magicpig.kv.base import LayerShape
-from magicpig.kv.courier import courier, current, turns
+from magicpig.kv.courier import Errand, courier, current, turns
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
 MAX_NORM = 1e18
 MOST_BITS = 12  # of tables that are sorted on a GPU
 PART, MOST_PARTS = 2048, 8  # of keys that it sorts side by side: of one, keys at least
+MOMENT = 1e-3  # seconds, after which it is looked again
 UNSIGNED = {torch.int16: np.uint16, torch.int32: np.uint32}
 
 
@@ -84,6 +86,23 @@ for _place in range(MOST_AHEAD):
     _places.put(_place)
 
 
+_last_ahead: deque[Errand] = deque(maxlen=MOST_AHEAD)
+
+
+def _place_or_empty() -> int:
+    """Waits for one while the device is behind: it would be asked for all layers of a prompt long
+    before it comes to the first. Where the native core is behind there is none."""
+    with trace.span("wait for a place"):
+        while True:
+            underway = list(_last_ahead)
+            is_behind = bool(underway) and not underway[len(underway) // 2].is_done
+            try:
+                return _places.get(timeout=MOMENT) if is_behind else _places.get_nowait()
+            except Empty:
+                if not is_behind:
+                    raise
+
+
 class _Ahead:
     """What a device has found of keys, on its way to the host, where it takes one of the places;
     queue.Empty where there is none."""
@@ -93,9 +112,10 @@ class _Ahead:
     def __init__(self, keys: Tensor, kv: LayerKV) -> None:
         assert isinstance(kv.index, LSHConfig)
         self._free = _places
-        self._place = self._free.get_nowait()
+        self._place = _place_or_empty()
         found = found_of(keys.to(kv.dtype), kv.index)
         self._found = [courier(keys.device).fetch(tensor) for tensor in found]
+        _last_ahead.append(self._found[-1][1])
 
     def __del__(self) -> None:
         if self._place is not None:
