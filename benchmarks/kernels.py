@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import magicpig
-from magicpig import LayerKV, LSHConfig, _native
+from magicpig import LayerKV, LSHConfig, _native, native
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ROW_BYTES = 2 * DIM * 2  # key and value of a token in bfloat16
@@ -74,12 +74,9 @@ class Append:
     index_share: float  # of the rows' bytes
 
 
-def measure_roofs(threads: int, megabytes: int) -> Roofs:
+def measure_roofs(threads: int) -> Roofs:
     magicpig.set_num_threads(threads)
-    size = megabytes << 20
-    return Roofs(
-        threads, _native.stream_read_roof(size, 9), _native.gather_read_roof(size, ROW_BYTES, 5)
-    )
+    return Roofs(threads, *native.memory_roofs())
 
 
 def make_kv(tokens: int, lsh: LSHConfig, seed: int) -> LayerKV:
@@ -279,11 +276,10 @@ def main() -> None:
         def step(name: str) -> None:
             progress.update(task, description=name, advance=1)
 
-        size = max(256, args.tokens * KV_HEADS * ROW_BYTES >> 20)
         roofs = {}
         for threads in args.threads:
             step(f"roofs, {threads} threads")
-            roofs[threads] = measure_roofs(threads, size)
+            roofs[threads] = measure_roofs(threads)
         kv = make_kv(args.tokens, lsh, 0)
         for threads in args.threads:
             step(f"torch SDPA, {threads} threads")

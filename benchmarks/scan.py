@@ -33,7 +33,7 @@ from rich.progress import track
 from torch import Tensor
 
 import magicpig
-from magicpig import LayerKV, LSHConfig, ScanConfig, _native, merge
+from magicpig import LayerKV, LSHConfig, ScanConfig, _native, merge, native
 from magicpig.analysis.capture import LayerInput, Reader
 from magicpig.models import load
 
@@ -82,7 +82,7 @@ def against_roofs(tokens: int, threads: Sequence[int]) -> None:
     rows = []
     for count in threads:
         magicpig.set_num_threads(count)
-        stream = _native.stream_read_roof(1 << 30, 7)
+        stream, _ = native.memory_roofs()
         console.print(f"{count} threads: streamed read {stream / 1e9:.1f} GB/s")
         for index in track(indexes, f"{count} threads", console=console):
             kv = LayerKV(HEADS, KV_HEADS, DIM, index)

@@ -309,7 +309,8 @@ def test_roofs_are_really_measured():
         (2, 64 << 30, 1 << 30),
         (8, 64 << 30, 2 << 30),
         (64, 64 << 30, 4 << 30),
-        (64, 1 << 30, 1 << 27),
+        (64, 1 << 30, 1 << 28),
+        (8, 1 << 28, 1 << 27),
     ],
 )
 def test_roofs_are_of_more_memory_than_caches_hold(monkeypatch, threads, free, size):

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from weakref import ref
 
@@ -13,8 +14,9 @@ import torch
 from test_found_elsewhere import assert_same
 from zoo import loaded
 
-from magicpig import LLM, SamplingParams, WindowConfig
+from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, ScanConfig, WindowConfig
 from magicpig.kv import device_index, host_prompt, hybrid_layer, segments
+from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import Courier, Errand
 from magicpig.kv.device_index import GrowingSegment
 from magicpig.kv.host_prompt import HostPrompt
@@ -113,8 +115,13 @@ def test_a_text_that_was_read_goes_on():
 
 def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
     """And the next one, which is on its way; between parts of a prompt the first."""
-    most = []
-    append = HostPrompt.append
+    most, fetched = [], []
+    append, fetch = HostPrompt.append, HostPrompt.fetch
+
+    def noted(self, room):
+        if self._on_device is None:
+            fetched.append(self)
+        fetch(self, room)
 
     def counted(self, keys, values):
         append(self, keys, values)
@@ -122,6 +129,7 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
         most.append(sum(layer.prompt._on_device is not None for layer in layers))
 
     monkeypatch.setattr(HostPrompt, "append", counted)
+    monkeypatch.setattr(HostPrompt, "fetch", noted)
     runner = llm_for("llama", "lsh:4:12", True).engine.runner
     prefill = runner.begin(list(range(3, 120)))
     while prefill.done < 117:
@@ -129,6 +137,8 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch):
         first, *others = [layer.prompt for layer in prefill.cache.layers if layer.on_host]
         assert (first._on_device is not None) is (prefill.done < 117)
         assert all(prompt._on_device is None for prompt in others)
+        parts = len(most) // (len(others) + 1)
+        assert fetched.count(first) == parts + (prefill.done < 117)  # once for each
     assert max(most) <= 2
     assert len(most) > 4
 
@@ -218,16 +228,68 @@ def test_a_place_is_waited_for_while_the_device_is_behind(monkeypatch, comes):
             return not comes and len(asked) > 5
 
     monkeypatch.setattr(device_index, "_places", places)
-    monkeypatch.setattr(device_index, "_last_ahead", deque())
+    monkeypatch.setattr(device_index, "_last_asked", deque())
     with pytest.raises(Empty):
         device_index._place_or_empty()
-    device_index._last_ahead.extend([Errand(None, torch.device("cpu")), Underway()])
+    device_index._last_asked.extend([Errand(None, torch.device("cpu")), Underway()])
     if comes:
         assert device_index._place_or_empty() == 3
     else:
         with pytest.raises(Empty):
             device_index._place_or_empty()
     assert len(asked) >= 5
+
+
+def test_whoever_got_no_place_is_waited_for_too(monkeypatch):
+    """The device is still behind, and places come back."""
+    kv = LayerKV(4, 2, 16, LSHConfig(4, 12), torch.float32)
+    monkeypatch.setattr(device_index, "_last_asked", deque(maxlen=6))
+    for places in ([], [1]):
+        free = SimpleQueue()
+        for place in places:
+            free.put(place)
+        monkeypatch.setattr(device_index, "_places", free)
+        growing = GrowingSegment(kv, 1000)
+        growing.hash_ahead(torch.randn(2, 1000, 16))
+        assert (growing._ahead is not None) is bool(places)
+    assert len(device_index._last_asked) == 2
+
+
+@pytest.mark.parametrize("expected", [200, 260, 290, 320])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_what_is_left_of_a_prompt_goes_where_it_belongs(monkeypatch, expected, sinks):
+    """Whether more tokens came than expected, or fewer."""
+    monkeypatch.setattr(segments, "LEAST_EARLY", 64)
+    shape = LayerShape(4, 2, 16, torch.float32, torch.device("cpu"))
+    prompt, window = HostPrompt(expected), WindowConfig(sinks, 24, 16)
+    early, whole = (HybridLayer(shape, ScanConfig(exact_below=0), window) for _ in range(2))
+    tokens = torch.randn(2, 1, 2, 260, 16)
+    for first in range(0, 260, 50):
+        prompt.append(*tokens[:, :, :, first : first + 50])
+        early.build_early(prompt, expected)
+    assert early.num_early > 0
+    early.finish_early(prompt)
+    whole.extend(*tokens[:, 0])
+    assert early.num_tokens == whole.num_tokens == 260
+    assert early.window.num_tokens <= sinks + 24 + 2 * 16 + 60
+    for mine, theirs in zip(early.read(), whole.read(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("length", [40, 200])
+def test_threads_finish_what_has_much_left(monkeypatch, length):
+    monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
+    monkeypatch.setattr(segments, "LEAST_EARLY", 64)
+    pools = []
+
+    class Counted(ThreadPoolExecutor):
+        def __init__(self, *args):
+            pools.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr("magicpig.engine.runner.ThreadPoolExecutor", Counted)
+    llm_for("llama", "scan:2:20%", True).read([i % 90 + 3 for i in range(length)])
+    assert len(pools) == (length == 40)
 
 
 def test_prompts_that_are_let_go_of_are_not_built_on(monkeypatch):

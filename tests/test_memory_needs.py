@@ -79,13 +79,13 @@ def test_layers_that_a_gpu_keeps_are_copied_when_they_grow():
 def test_hashing_takes_memory_by_heads_and_tables():
     asked = [of_8b(method).workspace() for method in ("scan:2:1%", "lsh:10:150", "lsh:10:300")]
     hashing = [each - asked[0] for each in asked]
-    borders = 2 * 8 * 4 * 1024 * (1 + 8)  # of a table: where buckets begin, and in eight parts
-    keys = 65_536 * (5_120 + 2 * 8 * 2 * 150), 65_536 * (8_128 + 2 * 8 * 2 * 300)
-    assert hashing == [0, keys[0] + 150 * borders, keys[1] + 300 * borders]
-    many_bits = (
-        of_8b("lsh:13:115").workspace() - asked[0]
-    )  # not sorted there: but for keys in float
-    assert many_bits == 65_536 * (5_120 + 2 * 16 * 128)
+    keys = 65_536 * 8 * 2 * 128
+    for nbytes, tables, words in ((hashing[1], 150, 94), (hashing[2], 300, 188)):
+        found = 8 * (65_536 * (4 + 2 * tables) + tables * 4 * 1025)
+        finding = 8 * (65_536 * 2 * words + tables * 8 * 4 * 1024)  # in eight parts
+        assert nbytes == keys + 7 * found + 2 * finding
+    many_bits = of_8b("lsh:13:115").workspace() - asked[0]  # not sorted there: signs are brought
+    assert many_bits == keys + 7 * 8 * 65_536 * (4 + 2 * 94) + 2 * 65_536 * 16 * 128
 
 
 def test_dense_layers_count_on_the_gpu():

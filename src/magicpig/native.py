@@ -46,6 +46,6 @@ def memory_roofs() -> tuple[float, float]:
     """Bytes per second that all threads read together: one after the other, and in rows of 512 at
     random places. Takes seconds, and up to 4 GiB: caches of large processors hold half of one.
     """
-    wanted = min(max(4, num_threads()), 16) << 28
-    size = max(1 << 20, min(wanted, _native.available_memory() // 8))
+    wanted, free = min(max(4, num_threads()), 16) << 28, _native.available_memory()
+    size = min(wanted, max(free // 8, min(free // 2, 1 << 28)))
     return _native.stream_read_roof(size, 5), _native.gather_read_roof(size, ROW_BYTES, 3)

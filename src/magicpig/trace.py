@@ -100,16 +100,17 @@ class Trace:
     def as_dict(self) -> dict[str, Any]:
         """In the format of trace viewers; times are microseconds."""
         if self._origin is not None:
+            on_device, self._on_device = self._on_device, []  # to which other threads may add
+            all_stamps, self._stamps = self._stamps, []
             torch.cuda.synchronize()
-            for name, begin, end, stream, arguments in self._on_device:
+            for name, begin, end, stream, arguments in on_device:
                 at, took = self._origin.elapsed_time(begin), begin.elapsed_time(end)
                 self._add(name, GPU, stream, at / 1e3, took / 1e3, arguments)
-            for stamps, spans, stream in self._stamps:
+            for stamps, spans, stream in all_stamps:
                 times = [(stamp - self._zero) / 1e9 - self._start for stamp in stamps.tolist()]
                 for done, begin, end in zip(spans[1:], times, times[1:], strict=False):
                     if done:
                         self._add(done, GPU, stream, begin, end - begin, {})
-            self._on_device, self._stamps = [], []
         there = {event["pid"] for event in self._events}
         names = [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}

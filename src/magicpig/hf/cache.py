@@ -155,7 +155,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         return self.prompt.tensors
 
     def _fetch_following(self, tokens: int) -> None:
-        """When a part of so many tokens has come here. The next part has no more of them."""
+        """When a part of so many tokens has come here. The next part has no more of them, or what
+        was fetched for it is fetched again."""
         layer = self.following() if self.following else None
         if not (self.prompt and layer and isinstance(layer.prompt, HostPrompt)):
             return

@@ -53,6 +53,14 @@ class Courier:
             raise
         return Errand(event, self.device)
 
+    def mark(self) -> Errand:
+        """That is done when the device has done what is asked of it by now."""
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return Errand(event, self.device)
+
     def fetch(self, tensor: Tensor) -> tuple[Tensor, Errand]:
         """A copy in host memory, once the errand is done; the caller need not keep the tensor."""
         host = self.host_memory(tuple(tensor.shape), tensor.dtype)

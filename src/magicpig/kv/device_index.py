@@ -29,7 +29,8 @@ from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
 MAX_NORM = 1e18
 MOST_BITS = 12  # of tables that are sorted on a GPU
-PART, MOST_PARTS = 2048, 8  # of keys that it sorts side by side: of one, keys at least
+PART, MOST_PARTS = 2048, 8  # of keys that it sorts side by side: keys of one, until there are 8
+TRIED = 5000  # keys, in some parts
 MOMENT = 1e-3  # seconds, after which it is looked again
 UNSIGNED = {torch.int16: np.uint16, torch.int32: np.uint32}
 
@@ -71,6 +72,7 @@ class GrowingSegment:
         if self.has_tables:
             with suppress(Empty), _as_far_as_memory_goes():
                 self._ahead = _Ahead(keys, self.kv)
+            _last_asked.append(courier(keys.device).mark())
 
     def finish_from(self, device: torch.device) -> None:
         """When all are there: the far context gets them. For hash tables, the device hashes their
@@ -86,7 +88,7 @@ for _place in range(MOST_AHEAD):
     _places.put(_place)
 
 
-_last_ahead: deque[Errand] = deque(maxlen=MOST_AHEAD)
+_last_asked: deque[Errand] = deque(maxlen=MOST_AHEAD)  # segments that could be hashed ahead
 
 
 def _place_or_empty() -> int:
@@ -94,7 +96,7 @@ def _place_or_empty() -> int:
     before it comes to the first. Where the native core is behind there is none."""
     with trace.span("wait for a place"):
         while True:
-            underway = list(_last_ahead)
+            underway = list(_last_asked)
             is_behind = bool(underway) and not underway[len(underway) // 2].is_done
             try:
                 return _places.get(timeout=MOMENT) if is_behind else _places.get_nowait()
@@ -115,7 +117,6 @@ class _Ahead:
         self._place = _place_or_empty()
         found = found_of(keys.to(kv.dtype), kv.index)
         self._found = [courier(keys.device).fetch(tensor) for tensor in found]
-        _last_ahead.append(self._found[-1][1])
 
     def __del__(self) -> None:
         if self._place is not None:
@@ -177,15 +178,15 @@ def sizes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> tuple[int, ..
 
 
 def bytes_hashing(lsh: LSHConfig, shape: LayerShape, tokens: int) -> int:
-    """Of the device's memory: signs and norms, and beside them one head's keys in float32 and
-    float64, or tables, which come after these; once ahead, and once beside that, with the keys."""
+    """Of the device's memory: for what is found ahead, on its way to the host; for what is found
+    beside that, with its keys; and for finding each."""
     heads, dim = shape.num_kv_heads, shape.head_dim
-    in_hashing, tables = 16 * dim * tokens, 0
+    found = sum(sizes_ahead(lsh, heads, tokens))
+    signs, finding = 2 * heads * words_of(lsh) * tokens, 16 * dim * tokens  # by plain torch
     if sorted_there(lsh):
-        buckets = 4 * 2**lsh.bits_per_table * (parts_of(tokens) + 1)
-        tables = heads * lsh.num_tables * (2 * tokens + buckets)
-    each = tokens * heads * (2 * words_of(lsh) + 4) + max(in_hashing, tables)
-    return 2 * each + tokens * heads * dim * shape.dtype.itemsize
+        places = 4 * heads * lsh.num_tables * 2**lsh.bits_per_table * parts_of(tokens)
+        finding = max(finding, signs + places)
+    return (MOST_AHEAD + 1) * found + 2 * finding + tokens * heads * dim * shape.dtype.itemsize
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -232,8 +233,7 @@ def _sorts_right(device: torch.device, num_tables: int, bits_per_table: int) -> 
     kernel counts on which lanes of a warp Triton gives keys to."""
     fault = "its tables are others than they should be"
     try:
-        # Of some parts; Triton makes kernels of their own of multiples of 16.
-        if all(_sorted_as_should_be(device, num_tables, bits_per_table, n) for n in (5000, 5024)):
+        if _sorted_as_should_be(device, num_tables, bits_per_table, TRIED):
             return True
     except Exception as error:
         if is_out_of_memory(error):

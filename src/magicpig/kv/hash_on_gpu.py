@@ -13,6 +13,7 @@ from magicpig.attention.kernel_sizes import wide
 
 AT_ONCE = 64  # keys, and columns of the projection, at most
 NUMBERS = 8192  # of keys, or of columns: GPUs before Ampere have room for no more
+MOST = tl.constexpr(1 / reference.MIN_NORM)  # which a norm's inverse exceeds by rounding alone
 STAGES = 2  # of directions, in a processor's memory, where it can fetch the next ones meanwhile
 
 
@@ -33,7 +34,7 @@ def _hash(
     norms = tl.sqrt(tl.sum(centred * centred, 1))
     has_direction = norms > tl.load(least + head)
     centred = tl.where(has_direction[:, None], centred, 0.0).to(tl.bfloat16)
-    inverse = tl.where(has_direction, 1.0 / norms, 0.0)
+    inverse = tl.where(has_direction, tl.minimum(1.0 / norms, MOST), 0.0)
     tl.store(inv_norms + head * tokens + rows, inverse, mask=rows < tokens)
     signs += head * tl.cdiv(columns, 16) * tokens
     for first in range(0, columns, COLUMNS):

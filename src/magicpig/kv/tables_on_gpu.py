@@ -15,6 +15,7 @@ from torch import Tensor
 from magicpig.kv.device_index import parts_of
 
 AT_ONCE = 256  # keys that are counted, or buckets, at most
+SIZES = ["tokens", "words", "part", "parts"]
 LANES = tl.constexpr(32)
 
 # Of each lane, how many before it and behind it have the same number.
@@ -60,7 +61,7 @@ def _alike(codes, lanes, ON_GPU: tl.constexpr):
     return before, tl.sum((alike & (others > 0)).to(tl.int32), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)  # the kernel that was tried is the one that is used
 def _count(signs, counts, tokens, words, part, BITS: tl.constexpr, AT_ONCE: tl.constexpr):
     """Of a part of a head's keys, for one table: how many are in each bucket."""
     own, signs, shift = _table_of(signs, tokens, words, BITS)
@@ -72,7 +73,7 @@ def _count(signs, counts, tokens, words, part, BITS: tl.constexpr, AT_ONCE: tl.c
         tl.atomic_add(counts + codes, 1, mask=codes >= 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _begin(counts, offsets, parts, BITS: tl.constexpr, AT_ONCE: tl.constexpr):
     """Of one table: where each bucket begins, and there each part. counts: become the latter."""
     buckets: tl.constexpr = 1 << BITS
@@ -95,7 +96,7 @@ def _begin(counts, offsets, parts, BITS: tl.constexpr, AT_ONCE: tl.constexpr):
         total += tl.sum(whole, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _place(
     signs, places, ids, tokens, words, part, BITS: tl.constexpr, ON_GPU: tl.constexpr
 ):  # fmt: skip
