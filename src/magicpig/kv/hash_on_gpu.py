@@ -17,7 +17,7 @@ MOST = tl.constexpr(1 / reference.MIN_NORM)  # which a norm's inverse exceeds by
 STAGES = 2  # of directions, in a processor's memory, where it can fetch the next ones meanwhile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # prompts of any length find it compiled
 def _hash(
     keys, head_stride, token_stride, means, least, directions, inv_norms, signs,
     tokens, columns, stride,
