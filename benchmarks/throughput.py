@@ -51,7 +51,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import magicpig
 from magicpig import WindowConfig, native, plotting, trace
-from magicpig.attention.gpu import give_back_pinned
 from magicpig.attention.plan import make_plan
 from magicpig.cli.inputs import length_list
 from magicpig.config import draws_on_gpus
@@ -67,6 +66,7 @@ from magicpig.engine.memory import (
 from magicpig.engine.runner import Runner
 from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.base import LayerShape
+from magicpig.kv.device_index import give_back_pinned
 from magicpig.kv.native_layer import NativeLayer
 from magicpig.kv.sequence import SequenceKV
 from magicpig.planning.geometry import config_of

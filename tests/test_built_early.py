@@ -17,8 +17,8 @@ from test_host_prompt import PARAMS, llm_for, many_blocks
 from magicpig import LayerKV, LSHConfig, ScanConfig, WindowConfig
 from magicpig.kv import device_index, host_prompt, hybrid_layer, segments
 from magicpig.kv.base import LayerShape
-from magicpig.kv.courier import Errand
-from magicpig.kv.device_index import GrowingSegment
+from magicpig.kv.courier import Courier, Errand
+from magicpig.kv.device_index import GrowingSegment, give_back_pinned
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
 
@@ -76,14 +76,19 @@ def test_a_segment_that_fails_ends_its_request(monkeypatch):
     assert llm.generate([5] * 150, PARAMS)
 
 
+def with_places(monkeypatch, room):
+    free = SimpleQueue()
+    for _ in range(room):
+        free.put(device_index._Place())
+    monkeypatch.setattr(device_index, "_places", free)
+    return free
+
+
 @pytest.mark.parametrize("room", [0, 1, 8])
 def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room):
     """Whether the device has hashed the keys before, or there was no room for that."""
     monkeypatch.setattr("magicpig.attention.on_host.new_layer", HybridLayer)
-    free = SimpleQueue()
-    for place in range(room):
-        free.put(place)
-    monkeypatch.setattr(device_index, "_places", free)
+    free = with_places(monkeypatch, room)
     found = []
     for least in (64, 10_000):
         monkeypatch.setattr(segments, "LEAST_EARLY", least)
@@ -127,15 +132,43 @@ def test_whoever_got_no_place_is_waited_for_too(monkeypatch):
     """The device is still behind, and places come back."""
     kv = LayerKV(4, 2, 16, LSHConfig(4, 12), torch.float32)
     monkeypatch.setattr(device_index, "_last_asked", deque(maxlen=6))
-    for places in ([], [1]):
-        free = SimpleQueue()
-        for place in places:
-            free.put(place)
-        monkeypatch.setattr(device_index, "_places", free)
+    for room in (0, 1):
+        with_places(monkeypatch, room)
         growing = GrowingSegment(kv, 1000)
         growing.hash_ahead(torch.randn(2, 1000, 16))
-        assert (growing._ahead is not None) is bool(places)
+        assert (growing._ahead is not None) is bool(room)
     assert len(device_index._last_asked) == 2
+
+
+def test_a_place_keeps_its_memory_until_it_is_given_back(monkeypatch):
+    """But for that of somebody who did not wait for the copies to it."""
+    asked = []
+    host_memory = Courier.host_memory
+
+    def counted(self, shape, dtype):
+        asked.append(shape)
+        return host_memory(self, shape, dtype)
+
+    monkeypatch.setattr(Courier, "host_memory", counted)
+    monkeypatch.setattr(device_index, "empty_host_cache", lambda: None)  # there is no GPU
+    free = with_places(monkeypatch, 1)
+    kv = LayerKV(4, 2, 16, LSHConfig(4, 12), torch.float32)
+    keys = torch.randn(2, 1000, 16)
+
+    def grown(tokens, wanted=True):
+        growing = GrowingSegment(kv.fork(), tokens)
+        growing.add(keys[:, :tokens], keys[:, :tokens])
+        growing.hash_ahead(keys[:, :tokens])
+        assert growing._ahead
+        if wanted:
+            growing.finish_from(keys.device)
+        return len(asked)
+
+    assert [grown(500), grown(1000), grown(700), grown(1000)] == [1, 2, 2, 2]
+    assert [grown(1000, wanted=False), grown(1000), grown(1000)] == [2, 3, 3]
+    give_back_pinned()
+    assert free.qsize() == 1
+    assert grown(1000) == 4
 
 
 @pytest.mark.parametrize("expected", [200, 260, 290, 320])

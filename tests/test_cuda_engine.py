@@ -9,10 +9,10 @@ from test_found_elsewhere import assert_same as assert_same_context
 from zoo import loaded
 
 from magicpig import LLM, SamplingParams, WindowConfig
-from magicpig.attention.gpu import give_back_pinned
 from magicpig.engine.memory import Memory
 from magicpig.engine.runner import Runner
 from magicpig.kv import courier, device_index, host_prompt, segments, tray
+from magicpig.kv.device_index import give_back_pinned
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.seats import Seats
 from magicpig.kv.sequence import SequenceKV

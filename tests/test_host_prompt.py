@@ -38,6 +38,8 @@ def test_it_holds_what_a_prompt_holds(monkeypatch, expected, block):
             for mine, theirs in zip(*rows, strict=True):
                 assert torch.equal(mine, theirs)
                 assert mine.transpose(0, 1).is_contiguous()
+            for mine, theirs in zip(on_host.there(0, first), plain.row(0, 0, None), strict=True):
+                assert torch.equal(mine, theirs[:, :first])
     assert on_host.like.shape == plain.like.shape == (1, 3, 0, 8)
     on_host.select(torch.tensor([0]))
     with pytest.raises(ValueError, match=r"a batch of one, not \[0, 0\]"):

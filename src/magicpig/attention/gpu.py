@@ -22,7 +22,7 @@ def has_triton(where: Tensor | torch.device) -> bool:
     return device.type == "cuda" and _installed()
 
 
-def give_back_pinned() -> None:
+def empty_host_cache() -> None:
     """Host memory that torch keeps pinned, and that nobody uses."""
     newer: Callable[[], None] | None = getattr(torch.accelerator, "empty_host_cache", None)
     (newer or torch._C._host_emptyCache)()

@@ -27,7 +27,7 @@ from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
 from magicpig.config import WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import bytes_hashing, sizes_ahead
+from magicpig.kv.device_index import ALIGNED, bytes_hashing, sizes_ahead
 from magicpig.kv.host_prompt import block_of, tokens_of
 from magicpig.kv.seats import ROOM
 from magicpig.kv.segments import (
@@ -255,11 +255,13 @@ class Needs:
         block = block_of(prompt_tokens * token)
         found[block] += 2 * pinned * -(-prompt_tokens // tokens_of(block, token)) * block
         if isinstance(self.plan.method, Lsh):
-            at_once = min(MOST_AHEAD + BUILT_AT_ONCE, pinned)
+            heads, index = self._shape.num_kv_heads, self.plan.method.index
             for tokens in set(pieces(prompt_tokens)):
-                heads, index = self._shape.num_kv_heads, self.plan.method.index
-                for each in map(_power_of_two, sizes_ahead(index, heads, tokens)):
-                    found[each] += at_once * each
+                sizes = sizes_ahead(index, heads, tokens)
+                ahead = _power_of_two(sum(sizes) + ALIGNED * len(sizes))
+                found[ahead] += min(MOST_AHEAD, pinned) * ahead
+                for each in map(_power_of_two, sizes):
+                    found[each] += min(BUILT_AT_ONCE, pinned) * each
         return {size: nbytes for size, nbytes in found.items() if nbytes}
 
     def workspace(self) -> int:

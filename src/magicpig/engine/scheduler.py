@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from functools import reduce
 
-from magicpig.attention.gpu import give_back_pinned
 from magicpig.engine.memory import Memory, Needed, size
 from magicpig.engine.sequence import Request, Sequence
+from magicpig.kv.device_index import give_back_pinned
 
 
 class Scheduler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 
@@ -61,12 +61,12 @@ class Courier:
             event.record()
         return Errand(event, self.device)
 
-    def fetch(self, tensor: Tensor) -> tuple[Tensor, Errand]:
-        """A copy in host memory, once the errand is done; the caller need not keep the tensor."""
-        host = self.host_memory(tuple(tensor.shape), tensor.dtype)
+    def fetch(self, tensors: Sequence[Tensor], host: Sequence[Tensor]) -> Errand:
+        """Begins to copy tensors of the device, which the caller need not keep, to host memory."""
         if self._stream is not None:
-            tensor.record_stream(self._stream)
-        return host, self.send([(tensor, host)])
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+        return self.send(zip(tensors, host, strict=True))
 
 
 class Errand:

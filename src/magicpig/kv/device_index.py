@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from magicpig import _native, reference, trace
-from magicpig.attention.gpu import has_triton, is_out_of_memory
+from magicpig.attention.gpu import empty_host_cache, has_triton, is_out_of_memory
 from magicpig.config import LSHConfig
 from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import Errand, courier, current, turns
@@ -31,6 +31,7 @@ MAX_NORM = 1e18
 MOST_BITS = 12  # of tables that are sorted on a GPU
 PART, MOST_PARTS = 2048, 8  # of keys that it sorts side by side: keys of one, until there are 8
 TRIED = 5000  # keys, in some parts
+ALIGNED = 256  # bytes
 MOMENT = 1e-3  # seconds, after which it is looked again
 UNSIGNED = {torch.int16: np.uint16, torch.int32: np.uint32}
 
@@ -83,15 +84,46 @@ class GrowingSegment:
         self._native.finish(ahead.found if ahead else _found_by(device, keys, self.kv))
 
 
-_places: SimpleQueue[int] = SimpleQueue()  # which may be given back at any time, by collections too
-for _place in range(MOST_AHEAD):
-    _places.put(_place)
+class _Place:
+    """Host memory for what is found of one layer's keys, kept for the next one. Memory from torch
+    could be had again only when all is done that the courier was asked for meanwhile; asking for
+    more, pinned, stops the GPU for tens of milliseconds."""
+
+    _memory: Tensor | None = None
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Not kept meanwhile, as copies may be under way there."""
+        memory, self._memory = self._memory, None
+        if memory is None or len(memory) < nbytes:
+            memory = None  # before there is another
+            memory = courier(device).host_memory((nbytes,), torch.uint8)
+        return memory
+
+    def keep(self, memory: Tensor | None) -> None:
+        self._memory = memory
+
+
+_places: SimpleQueue[_Place] = SimpleQueue()  # given back at any time, by collections too
+for _ in range(MOST_AHEAD):
+    _places.put(_Place())
+
+
+def give_back_pinned() -> None:
+    """Host memory that is pinned, and that nobody uses."""
+    places = []
+    with suppress(Empty):
+        while True:
+            places.append(_places.get_nowait())
+    for place in places:
+        place.keep(None)
+        _places.put(place)
+    empty_host_cache()
 
 
 _last_asked: deque[Errand] = deque(maxlen=MOST_AHEAD)  # segments that could be hashed ahead
 
 
-def _place_or_empty() -> int:
+def _place_or_empty() -> _Place:
     """Waits for one while the device is behind: it would be asked for all layers of a prompt long
     before it comes to the first. Where the native core is behind there is none."""
     with trace.span("wait for a place"):
@@ -109,14 +141,21 @@ class _Ahead:
     """What a device has found of keys, on its way to the host, where it takes one of the places;
     queue.Empty where there is none."""
 
-    _place: int | None = None
+    _place: _Place | None = None
 
     def __init__(self, keys: Tensor, kv: LayerKV) -> None:
         assert isinstance(kv.index, LSHConfig)
         self._free = _places
         self._place = _place_or_empty()
         found = found_of(keys.to(kv.dtype), kv.index)
-        self._found = [courier(keys.device).fetch(tensor) for tensor in found]
+        sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in found]
+        self._memory = self._place.take(sum(sizes), keys.device)
+        parts = torch.split(self._memory[: sum(sizes)], sizes)
+        self._found = [
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(parts, found, strict=True)
+        ]
+        self._copies = courier(keys.device).fetch(found, self._found)
 
     def __del__(self) -> None:
         if self._place is not None:
@@ -124,9 +163,11 @@ class _Ahead:
 
     @property
     def found(self) -> Any:
-        for _, errand in self._found:
-            errand.before_host()
-        return _for_native(*(tensor for tensor, _ in self._found))
+        """Once: its place keeps the memory for the next one."""
+        assert self._place
+        self._copies.before_host()
+        self._place.keep(self._memory)
+        return _for_native(*self._found)
 
 
 def _found_by(device: torch.device, keys: Sequence[Tensor], kv: LayerKV) -> Any:

@@ -44,7 +44,8 @@ class DeviceWindow(Sitter):
         new = keys.to(old_keys), values.to(old_values)
         window = torch.cat([old_keys, new[0]], 1), torch.cat([old_values, new[1]], 1)
         self.sit(Seats([window]), 0)
-        return all(bool((x.float().norm(dim=-1) <= MAX_NORM).all()) for x in (keys, values))
+        norms = [x.float().norm(dim=-1).flatten() for x in new]
+        return bool((torch.cat(norms) <= MAX_NORM).all())
 
     @torch.inference_mode()
     def drop(self, first: int, count: int) -> None:

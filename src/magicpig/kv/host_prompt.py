@@ -161,6 +161,18 @@ class HostPrompt:
         ]
         return stretches, self._leaving
 
+    def there(self, first: int, last: int) -> State:
+        """Keys and values [kv_heads, tokens, dim] on the device, copied there once more. The host
+        leaves them as they are: torch's threads take long beside those of the native core."""
+        blocks = [tensors for _, tensors in self._stretches(first, last)]
+        if self._leaving:
+            self._leaving.before_device()
+        keys, values = (
+            torch.cat([x.to(self._courier.device, non_blocking=True) for x in tensors])
+            for tensors in zip(*blocks, strict=True)
+        )
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
     def keys_there(self, first: int, last: int) -> Tensor:
         """Keys [kv_heads, tokens, dim] on the device, before they are released."""
         return self._arrived()[0][first:last].transpose(0, 1)

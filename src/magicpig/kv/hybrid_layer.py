@@ -103,9 +103,9 @@ class HybridLayer(NativeLayer):
             return self.extend(*prompt.here(0, end))
         first = sinks + far
         last = min(first + self.config.local, end)
-        parts = prompt.here(0, sinks), prompt.here(first, last)
-        keys, values = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
-        self._append(keys, values)  # to a new window, once
+        parts = [prompt.there(*part) for part in ((0, sinks), (first, last)) if part[0] < part[1]]
+        if parts:  # to a new window, once
+            self._append(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
         if last < end:
             self.extend(*prompt.here(last, end))
 
