@@ -49,12 +49,15 @@ def test_prompts_take_more_while_they_are_read():
     assert needs("full", GPU).reading(1000) == Memory(0, 2 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).reading(1000)
     ids, norms, borders = 2**16, 2**13, 2**11  # twelve tables of 1,024 keys of two heads, a float
-    assert mixed == Memory(2 * (pinned + ids + norms + borders), 3 * 1000 * VECTORS)
+    means, place = 2**8, 2**16  # for all of them
+    found = ids + norms + borders + means
+    assert mixed == Memory(2 * (pinned + found + place), 3 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).blocks(1000)
-    sizes = ids, norms, borders
-    assert mixed == {SMALL_BLOCK: 2 * pinned, **{each: 2 * each for each in sizes}}
+    sizes = norms, borders, means
+    ids_and_place = {ids: 2 * (ids + place)}
+    assert mixed == {SMALL_BLOCK: 2 * pinned, **ids_and_place, **{each: 2 * each for each in sizes}}
     mixed = needs("lsh:13:12", GPU, dense=(0, 2)).blocks(1000)  # ten words of 16 signs
-    assert mixed == {SMALL_BLOCK: 2 * pinned, 2**16: 2 * 2**16, norms: 2 * norms}
+    assert mixed == {SMALL_BLOCK: 2 * pinned, 2**16: 4 * 2**16, norms: 2 * norms, means: 2 * means}
     long = needs("cpu-dense", GPU).blocks(300_000)  # 19.2 MB
     assert long == {BLOCK: 2 * LAYERS * 3 * BLOCK}
     copies = 2 * 3 * 1000 * VECTORS  # of three layers at a time
@@ -81,11 +84,23 @@ def test_hashing_takes_memory_by_heads_and_tables():
     hashing = [each - asked[0] for each in asked]
     keys = 65_536 * 8 * 2 * 128
     for nbytes, tables, words in ((hashing[1], 150, 94), (hashing[2], 300, 188)):
-        found = 8 * (65_536 * (4 + 2 * tables) + tables * 4 * 1025)
+        borders = -(-8 * tables * 4 * 1025 // 256) * 256  # where each table's buckets begin
+        found = 8 * (4 * 128 + 65_536 * (4 + 2 * tables)) + borders
         finding = 8 * (65_536 * 2 * words + tables * 8 * 4 * 1024)  # in eight parts
         assert nbytes == keys + 7 * found + 2 * finding
     many_bits = of_8b("lsh:13:115").workspace() - asked[0]  # not sorted there: signs are brought
-    assert many_bits == keys + 7 * 8 * 65_536 * (4 + 2 * 94) + 2 * 65_536 * 16 * 128
+    assert many_bits == keys + 7 * 8 * (4 * 128 + 65_536 * (4 + 2 * 94)) + 2 * 65_536 * 16 * 128
+
+
+def test_what_is_found_of_keys_has_memory_of_places():
+    """Six that are as large as the longest segment takes, and three threads that have none."""
+    blocks = [of_8b(method).blocks(98_304) for method in ("lsh:10:150", "scan:2:1%")]
+    tables = 2 * 8 * 150 * 65_536, 2 * 8 * 150 * 32_768  # take the next power of two
+    assert 2**27 < tables[0] < 2**28 > 2 * tables[1]
+    assert blocks[0][2**28] == (6 + 3) * 2**28
+    assert blocks[0][2**27] == 3 * 2**27
+    small = 3 * (2 * 2**12 + 2**21 + 2**20 + 2 * 2**23)  # means, norms, where buckets begin
+    assert sum(blocks[0].values()) - sum(blocks[1].values()) == 9 * 2**28 + 3 * 2**27 + small
 
 
 def test_dense_layers_count_on_the_gpu():

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from magicpig.attention.scan import Scan
 from magicpig.attention.whole import WholeMethod
 from magicpig.config import WindowConfig, draws_on_gpus
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import ALIGNED, bytes_hashing, sizes_ahead
+from magicpig.kv.device_index import bytes_hashing, sizes_ahead
 from magicpig.kv.host_prompt import block_of, tokens_of
 from magicpig.kv.seats import ROOM
 from magicpig.kv.segments import (
@@ -255,13 +256,12 @@ class Needs:
         block = block_of(prompt_tokens * token)
         found[block] += 2 * pinned * -(-prompt_tokens // tokens_of(block, token)) * block
         if isinstance(self.plan.method, Lsh):
-            heads, index = self._shape.num_kv_heads, self.plan.method.index
-            for tokens in set(pieces(prompt_tokens)):
-                sizes = sizes_ahead(index, heads, tokens)
-                ahead = _power_of_two(sum(sizes) + ALIGNED * len(sizes))
-                found[ahead] += min(MOST_AHEAD, pinned) * ahead
-                for each in map(_power_of_two, sizes):
-                    found[each] += min(BUILT_AT_ONCE, pinned) * each
+            index = self.plan.method.index
+            sizes = [sizes_ahead(index, self._shape, n) for n in sorted(set(pieces(prompt_tokens)))]
+            for each in map(_power_of_two, chain(*sizes)):
+                found[each] += min(BUILT_AT_ONCE, pinned) * each
+            ahead = _power_of_two(sum(sizes[-1])) if sizes else 0  # of the longest, for all
+            found[ahead] += min(MOST_AHEAD, pinned) * ahead
         return {size: nbytes for size, nbytes in found.items() if nbytes}
 
     def workspace(self) -> int:

@@ -148,7 +148,7 @@ class _Ahead:
         self._free = _places
         self._place = _place_or_empty()
         found = found_of(keys.to(kv.dtype), kv.index)
-        sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in found]
+        sizes = [_aligned(tensor.nbytes) for tensor in found]
         self._memory = self._place.take(sum(sizes), keys.device)
         parts = torch.split(self._memory[: sum(sizes)], sizes)
         self._found = [
@@ -208,21 +208,27 @@ def _for_native(means: Tensor, inv_norms: Tensor, *found: Tensor) -> Any:
     return means, inv_norms, *(tensor.numpy().view(UNSIGNED[tensor.dtype]) for tensor in found)
 
 
-def sizes_ahead(lsh: LSHConfig, num_kv_heads: int, tokens: int) -> tuple[int, ...]:
-    """Bytes of the host's memory, for what is found of keys of so many tokens: norms, and tables or
-    signs."""
-    norms = 4 * num_kv_heads * tokens
-    if not sorted_there(lsh):
-        return norms, 2 * num_kv_heads * words_of(lsh) * tokens
-    tables = num_kv_heads * lsh.num_tables
-    return norms, 4 * tables * (2**lsh.bits_per_table + 1), 2 * tables * tokens
+def sizes_ahead(lsh: LSHConfig, shape: LayerShape, tokens: int) -> list[int]:
+    """Bytes of the host's memory, for what is found of keys of so many tokens: means, norms, and
+    tables or signs."""
+    heads, tables = shape.num_kv_heads, shape.num_kv_heads * lsh.num_tables
+    sizes = [4 * heads * shape.head_dim, 4 * heads * tokens]
+    if sorted_there(lsh):
+        sizes += [4 * tables * (2**lsh.bits_per_table + 1), 2 * tables * tokens]
+    else:
+        sizes += [2 * heads * words_of(lsh) * tokens]
+    return list(map(_aligned, sizes))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 def bytes_hashing(lsh: LSHConfig, shape: LayerShape, tokens: int) -> int:
     """Of the device's memory: for what is found ahead, on its way to the host; for what is found
     beside that, with its keys; and for finding each."""
     heads, dim = shape.num_kv_heads, shape.head_dim
-    found = sum(sizes_ahead(lsh, heads, tokens))
+    found = sum(sizes_ahead(lsh, shape, tokens))
     signs, finding = 2 * heads * words_of(lsh) * tokens, 16 * dim * tokens  # by plain torch
     if sorted_there(lsh):
         places = 4 * heads * lsh.num_tables * 2**lsh.bits_per_table * parts_of(tokens)
