@@ -171,11 +171,15 @@ def test_a_place_keeps_its_memory_until_it_is_given_back(monkeypatch):
     assert grown(1000) == 4
 
 
-@pytest.mark.parametrize("expected", [200, 260, 290, 320])
+@pytest.mark.parametrize(
+    ("expected", "longest"),
+    [(200, 65_536), (260, 65_536), (290, 65_536), (320, 65_536), (900, 52), (900, 64)],
+)
 @pytest.mark.parametrize("sinks", [0, 4])
-def test_what_is_left_of_a_prompt_goes_where_it_belongs(monkeypatch, expected, sinks):
-    """Whether more tokens came than expected, or fewer."""
+def test_what_is_left_of_a_prompt_goes_where_it_belongs(monkeypatch, expected, longest, sinks):
+    """Whether more tokens came than expected, or fewer, and all or most of them are far by now."""
     monkeypatch.setattr(segments, "LEAST_EARLY", 64)
+    monkeypatch.setattr(segments, "LONGEST", longest)
     shape = LayerShape(4, 2, 16, torch.float32, torch.device("cpu"))
     prompt, window = HostPrompt(expected), WindowConfig(sinks, 24, 16)
     early, whole = (HybridLayer(shape, ScanConfig(exact_below=0), window) for _ in range(2))

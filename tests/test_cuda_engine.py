@@ -8,7 +8,7 @@ import torch
 from test_found_elsewhere import assert_same as assert_same_context
 from zoo import loaded
 
-from magicpig import LLM, SamplingParams, WindowConfig
+from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig
 from magicpig.engine.memory import Memory
 from magicpig.engine.runner import Runner
 from magicpig.kv import courier, device_index, host_prompt, segments, tray
@@ -240,6 +240,33 @@ def test_pinned_memory_is_given_back_where_there_is_little(monkeypatch):
         little = needs.of(400, 10).host + sum(pinned.values()) - 1
         scheduler.budget = Memory(little, scheduler.budget.device)
     assert held[0] >= pinned[3000] > held[1]
+
+
+def test_memory_of_places_is_given_back_while_others_are_copied():
+    """A prompt may have ended in an error, with copies still to come."""
+    device, keys = torch.device("cuda", 0), torch.randn(2, 60_000, 16, device="cuda")
+    kv = LayerKV(4, 2, 16, LSHConfig(8, 40), torch.float32)
+    gc.collect()
+    torch.cuda.synchronize()
+    give_back_pinned()
+
+    def held():
+        return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+    before = held()
+    for _ in range(segments.MOST_AHEAD):
+        growing = device_index.GrowingSegment(kv.fork(), 60_000)
+        growing.add(keys.cpu(), keys.cpu())
+        growing.hash_ahead(keys)
+        growing.finish_from(device)
+    assert held() - before >= segments.MOST_AHEAD * 2 * 2 * 40 * 60_000
+    here, there = torch.empty(1 << 20, pin_memory=True), torch.ones(1 << 20, device="cuda")
+    for _ in range(2):
+        torch.cuda._sleep(100_000_000)
+        courier.courier(device).send([(there, here)])
+    give_back_pinned()
+    assert held() - before == 4 << 20
+    assert device_index._places.qsize() == segments.MOST_AHEAD
 
 
 def test_forks_of_one_prompt(halved):

@@ -51,13 +51,13 @@ def test_prompts_take_more_while_they_are_read():
     ids, norms, borders = 2**16, 2**13, 2**11  # twelve tables of 1,024 keys of two heads, a float
     means, place = 2**8, 2**16  # for all of them
     found = ids + norms + borders + means
-    assert mixed == Memory(2 * (pinned + found + place), 3 * 1000 * VECTORS)
+    assert mixed == Memory(2 * (pinned + found) + 6 * place, 3 * 1000 * VECTORS)
     mixed = needs("lsh:4:12", GPU, dense=(0, 2)).blocks(1000)
     sizes = norms, borders, means
-    ids_and_place = {ids: 2 * (ids + place)}
+    ids_and_place = {ids: 2 * ids + 6 * place}
     assert mixed == {SMALL_BLOCK: 2 * pinned, **ids_and_place, **{each: 2 * each for each in sizes}}
     mixed = needs("lsh:13:12", GPU, dense=(0, 2)).blocks(1000)  # ten words of 16 signs
-    assert mixed == {SMALL_BLOCK: 2 * pinned, 2**16: 4 * 2**16, norms: 2 * norms, means: 2 * means}
+    assert mixed == {SMALL_BLOCK: 2 * pinned, 2**16: 8 * 2**16, norms: 2 * norms, means: 2 * means}
     long = needs("cpu-dense", GPU).blocks(300_000)  # 19.2 MB
     assert long == {BLOCK: 2 * LAYERS * 3 * BLOCK}
     copies = 2 * 3 * 1000 * VECTORS  # of three layers at a time

@@ -79,7 +79,7 @@ class Needed:
     own: whoever else is there. reading: beside that, while its prompt is read; one is at a time.
     windows: for each sequence of a batch as much as for the longest. beside: likewise, where there
     are two or more. pinned: bytes of `own`, which torch keeps for others when it ends. blocks:
-    bytes of `reading`, which it keeps likewise, by the size of blocks.
+    bytes of `reading`, which are kept likewise, by the size of blocks.
     """
 
     own: Memory = Memory()
@@ -247,8 +247,8 @@ class Needs:
         return Memory(host, max(0, device))
 
     def blocks(self, prompt_tokens: int) -> dict[int, int]:
-        """Bytes of pinned memory that a prompt is read to, by the size of its blocks, in which
-        torch keeps it for the next one."""
+        """Bytes of pinned memory that a prompt is read to, by the size of its blocks, in which it
+        is kept for the next one."""
         found: Counter[int] = Counter()
         layers = [i for i, layer in enumerate(self._layers) if _is_full(layer)]
         pinned = sum(self.plan.of(i).on_host for i in layers) if self._elsewhere else 0
@@ -261,7 +261,7 @@ class Needs:
             for each in map(_power_of_two, chain(*sizes)):
                 found[each] += min(BUILT_AT_ONCE, pinned) * each
             ahead = _power_of_two(sum(sizes[-1])) if sizes else 0  # of the longest, for all
-            found[ahead] += min(MOST_AHEAD, pinned) * ahead
+            found[ahead] += MOST_AHEAD * ahead if pinned else 0
         return {size: nbytes for size, nbytes in found.items() if nbytes}
 
     def workspace(self) -> int:

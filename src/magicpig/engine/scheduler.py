@@ -63,8 +63,8 @@ class Scheduler:
         return self.waiting.popleft()
 
     def _pin(self, own: Needed, needed: int) -> None:
-        """Prompts are in pinned memory, which torch keeps for others with blocks of the same size;
-        it is given back where there is no room for it beside what those need who were let in."""
+        """Prompts are in pinned memory, which is kept for others with blocks of the same size; it
+        is given back where there is no room for it beside what those need who were let in."""
         blocks = Counter(own.blocks)
         others = (self._blocks - blocks).total() + self._pinned_before
         if others and needed + own.reading.host + others > self.budget.host:

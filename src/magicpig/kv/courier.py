@@ -53,6 +53,11 @@ class Courier:
             raise
         return Errand(event, self.device)
 
+    def wait(self) -> None:
+        """For all that it was asked for."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def mark(self) -> Errand:
         """That is done when the device has done what is asked of it by now."""
         event = None

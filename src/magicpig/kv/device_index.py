@@ -23,7 +23,7 @@ from magicpig import _native, reference, trace
 from magicpig.attention.gpu import empty_host_cache, has_triton, is_out_of_memory
 from magicpig.config import LSHConfig
 from magicpig.kv.base import LayerShape
-from magicpig.kv.courier import Errand, courier, current, turns
+from magicpig.kv.courier import Courier, Errand, courier, current, turns
 from magicpig.kv.layer import LayerKV
 from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
@@ -90,17 +90,24 @@ class _Place:
     more, pinned, stops the GPU for tens of milliseconds."""
 
     _memory: Tensor | None = None
+    _courier: Courier | None = None
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Not kept meanwhile, as copies may be under way there."""
-        memory, self._memory = self._memory, None
+        memory, self._memory, self._courier = self._memory, None, courier(device)
         if memory is None or len(memory) < nbytes:
             memory = None  # before there is another
-            memory = courier(device).host_memory((nbytes,), torch.uint8)
+            memory = self._courier.host_memory((nbytes,), torch.uint8)
         return memory
 
-    def keep(self, memory: Tensor | None) -> None:
+    def keep(self, memory: Tensor) -> None:
         self._memory = memory
+
+    def give_back(self) -> None:
+        """So that torch has it at once."""
+        self._memory = None
+        if self._courier:
+            self._courier.wait()
 
 
 _places: SimpleQueue[_Place] = SimpleQueue()  # given back at any time, by collections too
@@ -110,13 +117,13 @@ for _ in range(MOST_AHEAD):
 
 def give_back_pinned() -> None:
     """Host memory that is pinned, and that nobody uses."""
-    places = []
-    with suppress(Empty):
-        while True:
-            places.append(_places.get_nowait())
-    for place in places:
-        place.keep(None)
-        _places.put(place)
+    for _ in range(_places.qsize()):
+        with suppress(Empty):
+            place = _places.get_nowait()
+            try:
+                place.give_back()
+            finally:
+                _places.put(place)
     empty_host_cache()
 
 

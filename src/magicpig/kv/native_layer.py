@@ -21,7 +21,7 @@ from magicpig import _native, trace
 from magicpig.config import IndexConfig, ScanConfig, WindowConfig
 from magicpig.kv.base import LayerShape, SequenceBytes, SequenceLayer
 from magicpig.kv.cost import Cost
-from magicpig.kv.layer import LayerKV, read_tokens
+from magicpig.kv.layer import DTYPES, LayerKV, read_tokens
 
 
 @cache
@@ -123,7 +123,10 @@ class NativeLayer(SequenceLayer):
             keys, values = keys.cpu(), values.cpu()
         if not self.window.append(keys, values):
             self.window.drop(before, keys.shape[1])
-            raise ValueError("keys or values are NaN or infinite, or their norm exceeds 1e18")
+            raise ValueError(
+                "keys or values are NaN or infinite, or their norm exceeds 1e18 or the range of "
+                f"{DTYPES[self.shape.dtype]}"
+            )
 
     def settle(self, wait: bool = False) -> None:
         """A block's segment is begun when the block is full and takes its place when the next one
