@@ -138,6 +138,21 @@ def test_a_plan_moves_windows_between_devices(spec):
     assert there.far.nbytes == native.far.nbytes
 
 
+@pytest.mark.parametrize("kind", [NativeLayer, HybridLayer])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 7e4])
+def test_windows_refuse_what_they_cannot_hold(kind, bad):
+    layer = kind(LayerShape(4, 2, 16, torch.float16, torch.device("cpu")), None, WINDOW)
+    keys = torch.randn(2, 10, 16)
+    for i in range(2):
+        tokens = [keys.clone(), keys.clone()]
+        tokens[i][1, 2, 3] = bad
+        with pytest.raises(ValueError, match="exceeds 1e18 or the range of float16"):
+            layer.extend(*tokens)
+        assert layer.num_tokens == 0
+    layer.extend(keys, keys)
+    assert layer.num_tokens == 10
+
+
 def test_devices_choose_the_kind():
     assert type(new_layer(SHAPE, None, WINDOW)) is NativeLayer
     elsewhere = LayerShape(4, 2, 16, torch.float32, torch.device("meta"))

@@ -39,13 +39,14 @@ class DeviceWindow(Sitter):
 
     @torch.inference_mode()
     def append(self, keys: Tensor, values: Tensor) -> bool:
-        """Adds tokens [num_kv_heads, tokens, head_dim]; whether their norms are in bounds."""
+        """Adds tokens [num_kv_heads, tokens, head_dim]; whether their norms are in bounds, which is
+        looked at where they come from."""
         old_keys, old_values = self.seats.window(self.seat)
         new = keys.to(old_keys), values.to(old_values)
         window = torch.cat([old_keys, new[0]], 1), torch.cat([old_values, new[1]], 1)
         self.sit(Seats([window]), 0)
-        norms = [x.float().norm(dim=-1).flatten() for x in new]
-        return bool((torch.cat(norms) <= MAX_NORM).all())
+        stored = (x.to(self.shape.dtype).float() for x in (keys, values))
+        return all(bool((x.norm(dim=-1) <= MAX_NORM).all()) for x in stored)
 
     @torch.inference_mode()
     def drop(self, first: int, count: int) -> None:
