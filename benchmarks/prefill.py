@@ -29,7 +29,7 @@ from throughput import Bench
 import magicpig
 from magicpig import trace
 from magicpig.cli.inputs import length_list
-from magicpig.kv.device_index import give_back_pinned
+from magicpig.kv.places import give_back_pinned
 
 SYSTEMS = ("full", "scan:2:1%", "lsh:10:150", "cpu-dense")
 console = Console(stderr=True, highlight=False)

@@ -66,8 +66,8 @@ from magicpig.engine.memory import (
 from magicpig.engine.runner import Runner
 from magicpig.hf.cache import full_attention_layers
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import give_back_pinned
 from magicpig.kv.native_layer import NativeLayer
+from magicpig.kv.places import give_back_pinned
 from magicpig.kv.sequence import SequenceKV
 from magicpig.planning.geometry import config_of
 

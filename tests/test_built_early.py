@@ -15,12 +15,13 @@ from test_found_elsewhere import assert_same
 from test_host_prompt import PARAMS, llm_for, many_blocks
 
 from magicpig import LayerKV, LSHConfig, ScanConfig, WindowConfig
-from magicpig.kv import device_index, host_prompt, hybrid_layer, segments
+from magicpig.kv import device_index, host_prompt, hybrid_layer, places, segments
 from magicpig.kv.base import LayerShape
 from magicpig.kv.courier import Courier, Errand
-from magicpig.kv.device_index import GrowingSegment, give_back_pinned
+from magicpig.kv.device_index import GrowingSegment
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
+from magicpig.kv.places import give_back_pinned
 
 __all__ = ["many_blocks"]  # of host memory, in all tests here
 
@@ -79,8 +80,8 @@ def test_a_segment_that_fails_ends_its_request(monkeypatch):
 def with_places(monkeypatch, room):
     free = SimpleQueue()
     for _ in range(room):
-        free.put(device_index._Place())
-    monkeypatch.setattr(device_index, "_places", free)
+        free.put(places.Place())
+    monkeypatch.setattr(places, "free", free)
     return free
 
 
@@ -104,40 +105,40 @@ def test_tables_grow_with_a_prompt_to_what_they_are_of_a_whole(monkeypatch, room
 def test_a_place_is_waited_for_while_the_device_is_behind(monkeypatch, comes):
     """Keys are hashed when it has them, and not all at the end; where the native core is behind
     nobody waits."""
-    places, asked = SimpleQueue(), []
+    free, asked = SimpleQueue(), []
 
     class Underway:
         @property
         def is_done(self):
             asked.append(None)
             if comes and len(asked) == 5:
-                places.put(3)
+                free.put(3)
             return not comes and len(asked) > 5
 
-    monkeypatch.setattr(device_index, "_places", places)
-    monkeypatch.setattr(device_index, "_last_asked", deque())
+    monkeypatch.setattr(places, "free", free)
+    monkeypatch.setattr(places, "last_asked", deque())
     with pytest.raises(Empty):
-        device_index._place_or_empty()
+        places.place_or_empty()
     done = Errand(None, torch.device("cpu"))
-    device_index._last_asked.extend([done, Underway(), done])  # it is the middle one that counts
+    places.last_asked.extend([done, Underway(), done])  # it is the middle one that counts
     if comes:
-        assert device_index._place_or_empty() == 3
+        assert places.place_or_empty() == 3
     else:
         with pytest.raises(Empty):
-            device_index._place_or_empty()
+            places.place_or_empty()
     assert len(asked) >= 5
 
 
 def test_whoever_got_no_place_is_waited_for_too(monkeypatch):
     """The device is still behind, and places come back."""
     kv = LayerKV(4, 2, 16, LSHConfig(4, 12), torch.float32)
-    monkeypatch.setattr(device_index, "_last_asked", deque(maxlen=6))
+    monkeypatch.setattr(places, "last_asked", deque(maxlen=6))
     for room in (0, 1):
         with_places(monkeypatch, room)
         growing = GrowingSegment(kv, 1000)
         growing.hash_ahead(torch.randn(2, 1000, 16))
         assert (growing._ahead is not None) is bool(room)
-    assert len(device_index._last_asked) == 2
+    assert len(places.last_asked) == 2
 
 
 def test_a_place_keeps_its_memory_until_it_is_given_back(monkeypatch):
@@ -150,7 +151,7 @@ def test_a_place_keeps_its_memory_until_it_is_given_back(monkeypatch):
         return host_memory(self, shape, dtype)
 
     monkeypatch.setattr(Courier, "host_memory", counted)
-    monkeypatch.setattr(device_index, "empty_host_cache", lambda: None)  # there is no GPU
+    monkeypatch.setattr(places, "empty_host_cache", lambda: None)  # there is no GPU
     free = with_places(monkeypatch, 1)
     kv = LayerKV(4, 2, 16, LSHConfig(4, 12), torch.float32)
     keys = torch.randn(2, 1000, 16)
@@ -298,7 +299,7 @@ def test_what_failed_is_let_go_of_at_once(fails_early):
         engine.step()
         assert fails_early
         until(lambda: not [known for known in fails_early if known()])
-        until(lambda: device_index._places.qsize() == segments.MOST_AHEAD)
+        until(lambda: places.free.qsize() == segments.MOST_AHEAD)
     finally:
         gc.enable()
 
@@ -322,7 +323,7 @@ def test_keys_are_hashed_by_the_cpu_where_a_device_has_no_memory(monkeypatch):
     assert asked
     assert here.segment_sizes == there.segment_sizes
     assert here.nbytes == there.nbytes
-    assert device_index._places.qsize() == segments.MOST_AHEAD
+    assert places.free.qsize() == segments.MOST_AHEAD
     keys = torch.randn(2, 700, 16)
     kv = here.fork()
     device_index.append_from(torch.device("cpu"), kv, keys, keys)
@@ -340,4 +341,4 @@ def test_what_fails_while_a_prompt_is_read_holds_nothing(monkeypatch):
     gc.collect()
     assert kept
     assert not [known() for known in kept if known()]
-    assert device_index._places.qsize() == segments.MOST_AHEAD
+    assert places.free.qsize() == segments.MOST_AHEAD

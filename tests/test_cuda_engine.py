@@ -11,9 +11,9 @@ from zoo import loaded
 from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, WindowConfig
 from magicpig.engine.memory import Memory
 from magicpig.engine.runner import Runner
-from magicpig.kv import courier, device_index, host_prompt, segments, tray
-from magicpig.kv.device_index import give_back_pinned
+from magicpig.kv import courier, device_index, host_prompt, places, segments, tray
 from magicpig.kv.hybrid_layer import HybridLayer
+from magicpig.kv.places import give_back_pinned
 from magicpig.kv.seats import Seats
 from magicpig.kv.sequence import SequenceKV
 from magicpig.models import LoadedModel
@@ -192,7 +192,7 @@ def test_keys_are_hashed_between_the_steps_of_others(halved, monkeypatch):
     """By threads that ask the GPU for memory, which others have to wait for in recorded steps."""
     monkeypatch.setattr(segments, "LEAST_EARLY", 64)
     monkeypatch.setattr(segments, "LONGEST", 256)
-    monkeypatch.setattr(device_index, "_places", SimpleQueue())  # none is hashed ahead
+    monkeypatch.setattr(places, "free", SimpleQueue())  # none is hashed ahead
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     prompts = [[i * k % 200 + 3 for i in range(n)] for k, n in ((3, 90), (5, 120), (7, 3000))]
     found = []
@@ -266,7 +266,7 @@ def test_memory_of_places_is_given_back_while_others_are_copied():
         courier.courier(device).send([(there, here)])
     give_back_pinned()
     assert held() - before == 4 << 20
-    assert device_index._places.qsize() == segments.MOST_AHEAD
+    assert places.free.qsize() == segments.MOST_AHEAD
 
 
 def test_forks_of_one_prompt(halved):

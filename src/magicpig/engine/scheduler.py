@@ -12,7 +12,7 @@ from functools import reduce
 
 from magicpig.engine.memory import Memory, Needed, size
 from magicpig.engine.sequence import Request, Sequence
-from magicpig.kv.device_index import give_back_pinned
+from magicpig.kv.places import give_back_pinned
 
 
 class Scheduler:

@@ -8,11 +8,10 @@ for projections within rounding of zero.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,13 @@ import torch
 from torch import Tensor
 
 from magicpig import _native, reference, trace
-from magicpig.attention.gpu import empty_host_cache, has_triton, is_out_of_memory
+from magicpig.attention.gpu import has_triton, is_out_of_memory
 from magicpig.config import LSHConfig
+from magicpig.kv import places
 from magicpig.kv.base import LayerShape
-from magicpig.kv.courier import Courier, Errand, courier, current, turns
+from magicpig.kv.courier import courier, current, turns
 from magicpig.kv.layer import LayerKV
+from magicpig.kv.places import Place
 from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
 MAX_NORM = 1e18
@@ -32,7 +33,6 @@ MOST_BITS = 12  # of tables that are sorted on a GPU
 PART, MOST_PARTS = 2048, 8  # of keys that it sorts side by side: keys of one, until there are 8
 TRIED = 5000  # keys, in some parts
 ALIGNED = 256  # bytes
-MOMENT = 1e-3  # seconds, after which it is looked again
 UNSIGNED = {torch.int16: np.uint16, torch.int32: np.uint32}
 
 
@@ -73,7 +73,7 @@ class GrowingSegment:
         if self.has_tables:
             with suppress(Empty), _as_far_as_memory_goes():
                 self._ahead = _Ahead(keys, self.kv)
-            _last_asked.append(courier(keys.device).mark())
+            places.last_asked.append(courier(keys.device).mark())
 
     def finish_from(self, device: torch.device) -> None:
         """When all are there: the far context gets them. For hash tables, the device hashes their
@@ -84,76 +84,16 @@ class GrowingSegment:
         self._native.finish(ahead.found if ahead else _found_by(device, keys, self.kv))
 
 
-class _Place:
-    """Host memory for what is found of one layer's keys, kept for the next one. Memory from torch
-    could be had again only when all is done that the courier was asked for meanwhile; asking for
-    more, pinned, stops the GPU for tens of milliseconds."""
-
-    _memory: Tensor | None = None
-    _courier: Courier | None = None
-
-    def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """Not kept meanwhile, as copies may be under way there."""
-        memory, self._memory, self._courier = self._memory, None, courier(device)
-        if memory is None or len(memory) < nbytes:
-            memory = None  # before there is another
-            memory = self._courier.host_memory((nbytes,), torch.uint8)
-        return memory
-
-    def keep(self, memory: Tensor) -> None:
-        self._memory = memory
-
-    def give_back(self) -> None:
-        """So that torch has it at once."""
-        self._memory = None
-        if self._courier:
-            self._courier.wait()
-
-
-_places: SimpleQueue[_Place] = SimpleQueue()  # given back at any time, by collections too
-for _ in range(MOST_AHEAD):
-    _places.put(_Place())
-
-
-def give_back_pinned() -> None:
-    """Host memory that is pinned, and that nobody uses."""
-    for _ in range(_places.qsize()):
-        with suppress(Empty):
-            place = _places.get_nowait()
-            try:
-                place.give_back()
-            finally:
-                _places.put(place)
-    empty_host_cache()
-
-
-_last_asked: deque[Errand] = deque(maxlen=MOST_AHEAD)  # segments that could be hashed ahead
-
-
-def _place_or_empty() -> _Place:
-    """Waits for one while the device is behind: it would be asked for all layers of a prompt long
-    before it comes to the first. Where the native core is behind there is none."""
-    with trace.span("wait for a place"):
-        while True:
-            underway = list(_last_asked)
-            is_behind = bool(underway) and not underway[len(underway) // 2].is_done
-            try:
-                return _places.get(timeout=MOMENT) if is_behind else _places.get_nowait()
-            except Empty:
-                if not is_behind:
-                    raise
-
-
 class _Ahead:
     """What a device has found of keys, on its way to the host, where it takes one of the places;
     queue.Empty where there is none."""
 
-    _place: _Place | None = None
+    _place: Place | None = None
 
     def __init__(self, keys: Tensor, kv: LayerKV) -> None:
         assert isinstance(kv.index, LSHConfig)
-        self._free = _places
-        self._place = _place_or_empty()
+        self._free = places.free
+        self._place = places.place_or_empty()
         found = found_of(keys.to(kv.dtype), kv.index)
         sizes = [_aligned(tensor.nbytes) for tensor in found]
         self._memory = self._place.take(sum(sizes), keys.device)
@@ -238,8 +178,8 @@ def bytes_hashing(lsh: LSHConfig, shape: LayerShape, tokens: int) -> int:
     found = sum(sizes_ahead(lsh, shape, tokens))
     signs, finding = 2 * heads * words_of(lsh) * tokens, 16 * dim * tokens  # by plain torch
     if sorted_there(lsh):
-        places = 4 * heads * lsh.num_tables * 2**lsh.bits_per_table * parts_of(tokens)
-        finding = max(finding, signs + places)
+        counts = 4 * heads * lsh.num_tables * 2**lsh.bits_per_table * parts_of(tokens)
+        finding = max(finding, signs + counts)
     return (MOST_AHEAD + 1) * found + 2 * finding + tokens * heads * dim * shape.dtype.itemsize
 
 
