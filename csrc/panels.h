@@ -24,8 +24,7 @@ class Panels {
   Panels(const Matrix& first, const Matrix& second);  // kPanel outputs of either a group; both of one shape
 
   size_t in() const { return in_; }
-  size_t out() const { return out_; }                              // of one matrix
-  size_t outputs_per_group() const { return outputs_per_group_; }  // of one matrix
+  size_t out() const { return out_; }  // of one matrix
   size_t num_groups() const { return num_groups_; }
   size_t nbytes() const { return num_groups_ * (num_pairs_ * 2 * kGroup * sizeof(bf16) + kGroup * sizeof(float)); }
 

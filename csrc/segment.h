@@ -39,7 +39,7 @@ class Segment {
   Segment(const Geometry& geometry, const Source& source, size_t first, uint32_t count);
 
   // A segment that was saved: rows, and its index if it had one, as another's memories had them.
-  // std::invalid_argument for a wrong size and for an index that reaches outside.
+  // std::invalid_argument for a wrong size and for an index that reaches outside or names a row twice.
   Segment(const Geometry& geometry, uint32_t count, Buffer rows, Buffer index);
 
   // Rows that `fill` is to bring.

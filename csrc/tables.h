@@ -35,7 +35,7 @@ class Tables : public Index {
   void build(const Kernels& kernels, const char* rows, const Hashed* hashed);
 
   // The tables of a segment that was saved: `memory` as another's memory() had it. std::invalid_argument unless its
-  // size is right and everything in it stays within the segment.
+  // size is right, everything in it stays within the segment, and each table names a row once.
   Tables(std::shared_ptr<const Lsh> lsh, RowType type, uint32_t num_kv_heads, uint32_t num_tokens, Buffer memory);
 
   // Rows that share the query's bucket in at least min_collisions tables, for one head over the whole segment.

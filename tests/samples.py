@@ -31,13 +31,3 @@ def many(tasks=("vt", "cwe"), lengths=(4096, 8192), methods=("full", "lsh:10:150
         for index in range(4)
         for method in methods
     ]
-
-
-def cell(cells, task, method="full", length=4096, protocol="easy"):
-    found = [
-        one
-        for one in cells
-        if (one.task, one.method, one.length, one.protocol) == (task, method, length, protocol)
-    ]
-    assert len(found) == 1
-    return found[0]

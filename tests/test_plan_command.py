@@ -11,7 +11,6 @@ from zoo import make_model
 
 from magicpig.cli import app
 from magicpig.cli.plan import quantity
-from magicpig.config import ScanConfig, WindowConfig
 from magicpig.planning import costs, here
 from magicpig.planning.costs import Load, Machine, systems
 from magicpig.planning.geometry import KNOWN, geometry_of
@@ -62,13 +61,6 @@ def test_more_tables_read_more_keys():
     assert costs.more_than_default(10, 170) == pytest.approx(1.97 / 1.57, rel=0.02)
     found = by_name(L20, Load(98304))
     assert found["lsh:10:170"].tokens_per_second < 0.9 * found["lsh:10:150"].tokens_per_second
-
-
-def test_plans_count_windows_as_the_engine_does():
-    window = WindowConfig()
-    assert window.sinks + window.local == costs.ALWAYS_NEAR
-    assert window.sinks + window.local + 2 * window.block == costs.WINDOW_TOKENS
-    assert ScanConfig().min_rows == costs.MIN_ROWS
 
 
 def test_what_fits_is_what_fitted():

@@ -131,12 +131,10 @@ class LLM:
             "dense_layers": None if dense_layers is None else list(dense_layers),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
         }
-        ends = loaded.model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else ends or []
         if memory_bytes is not None and cpu_memory is not None:
             raise ValueError("cpu_memory and memory_bytes are the same: give one of them")
         weights = sum(p.nbytes for p in loaded.model.parameters())
-        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+        self.max_length = loaded.max_length
         limit = memory_bytes if cpu_memory is None else cpu_memory
         limits = weights, limit, gpu_memory
         # Before the model is the runner's: what is refused here may be asked for once more.
@@ -146,7 +144,7 @@ class LLM:
             runner,
             loaded.tokenizer,
             Scheduler(there_is(runner.needs, *limits), max_sequences),
-            frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None},
+            loaded.end_token_ids,
             self.max_length,
         )
 

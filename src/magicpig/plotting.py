@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+STYLE: Any = {
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+
 
 def require() -> None:
     """Raises where matplotlib is missing: to be called before the work, not after."""

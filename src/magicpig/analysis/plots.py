@@ -58,15 +58,10 @@ def draw(results: Results) -> dict[str, bytes]:
         "inclusion.png": inclusion,
     }
     style: Any = {
+        **plotting.STYLE,
         "font.size": 10,
         "axes.titlesize": 11,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
         "grid.color": "#eceef0",
-        "legend.frameon": False,
     }
     files = {}
     with mpl.rc_context(style):

@@ -225,7 +225,7 @@ class Runner:
         layers = prefill.cache.layers
         with trace.span("make far", tokens=prefill.done):
             if any(isinstance(layer, BatchLayer) and layer.has_much_left for layer in layers):
-                # A GPU hashes one layer's keys while the CPU sorts another's.
+                # A GPU hashes one layer's keys while the CPU makes tables of another's.
                 with ThreadPoolExecutor(FINISHED_AT_ONCE) as pool:
                     layers = list(pool.map(finished, layers))
             else:

@@ -61,13 +61,9 @@ class Harness:
         self.dense_layers = sorted(
             frozenset[int]().union(*(plan.dense_layers for plan in self.plans))
         )
-        self.model_name = loaded.name
         self.tokenizer = loaded.tokenizer
         self.identity = identity(loaded.model)
-        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
-        ends = loaded.model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else ends or []
-        self.end_token_ids = frozenset([*ends, loaded.tokenizer.eos_token_id]) - {None}
+        self.max_length, self.end_token_ids = loaded.max_length, loaded.end_token_ids
         self.window = WindowConfig.given(window)
         self.runner = Runner(loaded.model, self.plans[0], self.window)
         self.dtype = str(self.runner.dtype).removeprefix("torch.")

@@ -83,23 +83,18 @@ def _themed(theme: str) -> Iterator[None]:
 
     background, text, lines = THEMES[theme]
     settings: Any = {
+        **plotting.STYLE,
         "figure.facecolor": background,
         "axes.facecolor": background,
         "axes.edgecolor": lines,
         "axes.labelcolor": text,
         "axes.titlesize": 10,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
         "grid.color": lines,
         "grid.linewidth": 0.6,
         "text.color": text,
         "xtick.color": text,
         "ytick.color": text,
         "font.size": 9,
-        "legend.frameon": False,
     }
     with matplotlib.rc_context(settings):
         yield

@@ -28,7 +28,6 @@ from magicpig.kv.layer import LayerKV
 from magicpig.kv.places import Place
 from magicpig.kv.segments import LONGEST, MOST_AHEAD
 
-MAX_NORM = 1e18
 MOST_BITS = 12  # of tables that are sorted on a GPU
 PART, MOST_PARTS = 2048, 8  # of keys that it sorts side by side: keys of one, until there are 8
 TRIED = 5000  # keys, in some parts

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import MAX_NORM
+from magicpig.kv.layer import MAX_NORM
 from magicpig.kv.seats import Seats, Sitter
 
 

@@ -1,8 +1,8 @@
 """HybridLayer: the window where the model computes, the far context in CPU memory.
 
 A step appends to the window and attends to it on the device, while the native core attends to the
-far context; both parts merge on the device. Only queries and their hashes leave it, and partial
-results come back.
+far context; both parts merge on the device. Queries and their hashes leave it, or rows that
+it has drawn, and partial results come back.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class HybridLayer(NativeLayer):
 
 @cache
 def _builder(process_id: int) -> ThreadPoolExecutor:
-    """A device hashes keys of one layer while the native core sorts another's."""
+    """A device hashes keys of one layer while the native core makes tables of another's."""
     return ThreadPoolExecutor(BUILT_AT_ONCE, thread_name_prefix="magicpig-early")
 
 

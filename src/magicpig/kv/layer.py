@@ -19,6 +19,7 @@ from magicpig.config import IndexConfig, LSHConfig, ScanConfig, check_int
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 MAX_HEADS = 4096
+MAX_NORM = 1e18  # of keys, values and queries
 MAX_SCALE = 100.0  # beyond it, scores of the largest accepted vectors would overflow
 MAX_SOFTCAP = 1e6
 

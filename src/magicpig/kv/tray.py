@@ -15,7 +15,8 @@ from magicpig.attention.gpu import has_triton
 from magicpig.attention.merge import merge
 from magicpig.config import IndexConfig, LSHConfig
 from magicpig.kv.base import LayerShape
-from magicpig.kv.device_index import MAX_NORM, columns_of, directions_of, hashed, words_of
+from magicpig.kv.device_index import columns_of, directions_of, hashed, words_of
+from magicpig.kv.layer import MAX_NORM
 
 MOST_KEPT = 16  # of trays, by a thread
 PATIENCE = 10.0  # seconds, before a device is asked what is the matter

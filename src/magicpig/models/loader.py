@@ -39,6 +39,19 @@ class LoadedModel:
     name: str
     path: Path
 
+    @property
+    def max_length(self) -> int:
+        """Of its context, in tokens."""
+        text = self.model.config.get_text_config(decoder=True)
+        return int(getattr(text, "max_position_embeddings", None) or 2**31 - 1)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Behind which a text is at its end: what the model says and what the tokenizer does."""
+        ends = self.model.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else ends or []
+        return frozenset([*ends, self.tokenizer.eos_token_id]) - {None}
+
 
 def load(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Loads a model, ready for inference, and its tokenizer.

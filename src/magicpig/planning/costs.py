@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from magicpig.config import LSHConfig
+from magicpig.config import LSHConfig, ScanConfig, WindowConfig
 from magicpig.planning.batch_memory import BatchMemory
 from magicpig.planning.geometry import ModelGeometry
 from magicpig.planning.machines import Cpu, Gpu
@@ -25,11 +25,11 @@ DRAW_SECONDS = 20e-6  # of a GPU, for a layer whose rows it draws, beside its co
 KEY_SECONDS = 120e-12  # of a GPU, for a coded key of a KV head: more than its memory takes
 ROW_ALONE = 1.7  # a row takes longer where it is not asked for while others are drawn
 CPU_LAYER_SECONDS = 200e-6  # Python and small operations of a layer, where there is no GPU
-ALWAYS_NEAR = 80  # tokens of a sequence: sinks, local tokens
-WINDOW_TOKENS = 592  # and two blocks
+WINDOW, SCAN = WindowConfig(), ScanConfig()
+ALWAYS_NEAR = WINDOW.sinks + WINDOW.local  # tokens of a sequence
+WINDOW_TOKENS = ALWAYS_NEAR + 2 * WINDOW.block
 DENSE_LAYERS = 2
 GPU_BANDWIDTH, CPU_BANDWIDTH = "GPU bandwidth", "CPU bandwidth"
-MIN_ROWS = 64  # that `scan` reads, where there are as many
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Scan(Hybrid):
     def _cpu_seconds(self) -> Iterator[tuple[float, str]]:
         """The CPU reads rows; codes too, where there is no GPU to do that."""
         model, cpu = self.model, self.cpu
-        least = min(MIN_ROWS, self.load.context)
+        least = min(SCAN.min_rows, self.load.context)
         rows = model.heads * max(least, self.load.context * self.load.scan_share)
         if self.gpu is not NO_GPU:
             yield rows * ROW_ALONE * _row_seconds(cpu, model) / cpu.cores, "CPU cores"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 GB, GIB = 1e9, 2**30
-FLOPS_PER_BYTE = 150  # of GPUs that are not listed, as of those that are or more
+FLOPS_PER_BYTE = 150  # of GPUs that are not listed; most that are have more
 CORE_STREAM = 20 * GB  # that a core reads of memory, in order: 14 to 36 were measured
 STREAMED = 0.8  # of what memory channels give on paper
 GATHERED = 0.4  # of streamed reads: random rows of 512 bytes, prefetched
