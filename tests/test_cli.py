@@ -95,9 +95,13 @@ def test_several_answers_are_numbered(model):
             "--save-context and --truncate-left",
         ),
         (
-            ["-p", "x", "--max-tokens", "9000", "--truncate-left"],
+            ["-p", "x", "-f", __file__, "--max-tokens", "9000", "--truncate-left"],
             "--max-tokens 9000 leaves a prompt",
         ),
+        (["-p", "x", "--truncate-left"], "--truncate-left leaves out the beginning of --file"),
+        (["-p", "x", "--raw", "--system", "y"], "--system is a message of the chat template"),
+        (["-p", "x", "--method", "lsh:8:75", "--bits-per-table", "12"], "says which hash tables"),
+        (["-f", __file__, "--save-context", "x" * 246], "cannot be written (File name too long)"),
         (["-p", "x" * 5000], "has 5"),  # both numbers: see test_too_long_a_prompt
     ],
 )
@@ -184,6 +188,33 @@ def test_a_context_is_saved_once_and_asked_twice(model, tmp_path):
     assert re.search(r"[\d,]+ prompt tokens, [\d,]+ read before", shown.stderr)
 
 
+@pytest.mark.parametrize("name", ["[v2].pig", "a[", f"{'a b' * 60}.pig"])
+def test_names_of_files_are_shown_as_they_are(model, tmp_path, name):
+    (tmp_path / "a.txt").write_text("A text.")
+    saved = str(tmp_path / name)
+    result = run("--model", model, "-f", str(tmp_path / "a.txt"), "--save-context", saved)
+    assert result.exit_code == 0
+    assert result.stderr.endswith(f"tokens kept in {saved}\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict", "latin-1"])
+def test_outputs_of_any_encoding(model, tmp_path, encoding):
+    """Names that are no text too."""
+    (tmp_path / "a.txt").write_text("A text.")
+    saved = os.fsencode(tmp_path) + b"/l\xff.pig"
+    files = ["-f", str(tmp_path / "a.txt"), "--save-context", saved]
+    options = ["-p", "Hi", "--max-tokens", "8", "--temperature", "1", "--seed", "3"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    found = {}
+    for flag in ([], ["--json"]):
+        running = process("--model", model, *files, *options, *flag, environment=environment)
+        found[len(flag)], errors = running.communicate(timeout=60)
+        assert running.returncode == 0, errors
+    assert found[0].strip()
+    told = json.loads(found[1].decode(encoding.partition(":")[0]))
+    assert os.fsencode(told["context"]) == saved
+
+
 @pytest.mark.parametrize(
     ("arguments", "flags"),
     [
@@ -215,8 +246,8 @@ def test_a_refused_request_leaves_an_earlier_trace(model, tmp_path):
     assert earlier.read_text() == "earlier"
 
 
-def process(*arguments, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def process(*arguments, environment=os.environ, **options):
+    environment = {**environment, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "magicpig", "generate", *arguments],
         stdout=subprocess.PIPE,

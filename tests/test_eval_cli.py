@@ -156,6 +156,7 @@ def assert_one_line(result, message):
         (["reasoning", "--lengths", "64"], "ops2 cannot be made 64 tokens long"),
         (["perplexity", "--file", "/nowhere/book.txt"], "there is no file '/nowhere/book.txt'"),
         (["perplexity", "--file", __file__, "--tokens", "5k"], "tokens must be from 16 to 4096"),
+        (["perplexity", "--file", __file__, "--file", __file__], "--file names a text twice"),
         (["ruler", "--out", __file__], Path(__file__).name),
     ],
 )
@@ -190,6 +191,9 @@ def test_what_cannot_be_done_is_told_first(model, tmp_path, tiny_window):
     assert not (tmp_path / "o").exists()
     file = tmp_path / "file"
     file.write_text("")
+    arguments = ["perplexity", "--file", file, "--model", model, "--methods", "full"]
+    assert_one_line(evaluate(*arguments, "--out", tmp_path / "o"), "and 16 are needed")
+    assert not (tmp_path / "o").exists()
     assert_one_line(evaluate(*RULER, "--model", model, "--out", file), "is a file; name a folder")
 
 

@@ -99,7 +99,14 @@ def test_chats(llm, monkeypatch):
         changed.setattr(llm.tokenizer, "chat_template", "{{ 'a' + messages[0].content }}")
         with pytest.raises(ValueError, match="chat template of 'llama' cannot take these messages"):
             llm.chat(parts)
-    for bad in (None, [None], [1.5], {"a": 1}, b"Hi", [b"Hi"], ["Hi", 3]):
+    for bad in ("Hi", [1.5, 2], None, {"a": 1}):
+        for ask in (llm.read, lambda ids: llm.generate_from(ids, SamplingParams())):
+            with pytest.raises(TypeError, match="prompt_ids must be a list of token ids, not "):
+                ask(bad)
+    assert llm.read(torch.tensor([3, 4, 5])).num_tokens == 3
+    with pytest.raises(TypeError, match="known must be what read gives, or a Context's kv, not 5"):
+        llm.generate_from([3, 4], SamplingParams(), 5)
+    for bad in (None, [None], [1.5], {"a": 1}, {"a"}, b"Hi", [b"Hi"], ["Hi", 3]):
         with pytest.raises(TypeError, match="a prompt is a text or a list of token ids, not "):
             llm.generate(bad)
     with pytest.raises(TypeError, match="params must be SamplingParams, not"):

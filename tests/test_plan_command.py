@@ -328,6 +328,7 @@ def test_any_folder_is_a_model(tmp_path):
     ("arguments", "message"),
     [
         (["--gpu", "abacus"], "--gpu 'abacus' is not known: A10,"),
+        (["--model", "./none"], "has a configuration that makes no model"),
         (["--gpu", "L4S"], "--gpu-memory and --gpu-bandwidth describe others"),
         (["--gpu", "H2"], "--gpu 'H2' is not known"),
         (["--gpu", "abacus", "--gpu-memory", "1GB"], "--gpu 'abacus' is not known"),
@@ -372,7 +373,11 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path, arguments, message):
     AutoConfig.for_model("bert", architectures=["BertForMaskedLM"]).save_pretrained("bert")
     for name in ("falcon", "bloom"):
         AutoConfig.for_model(name, num_hidden_layers=2).save_pretrained(name)
-    for name, config in (("wrong", {"num_attention_heads": "x"}), ("empty", {})):
+    for name, config in (
+        ("wrong", {"num_attention_heads": "x"}),
+        ("none", {"num_key_value_heads": 0}),
+        ("empty", {}),
+    ):
         Path(name).mkdir()
         model_type = {"model_type": "llama"} if config else {}
         (Path(name) / "config.json").write_text(json.dumps({**model_type, **config}))

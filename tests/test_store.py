@@ -209,8 +209,18 @@ def test_a_full_disk_leaves_the_old_file(saved, monkeypatch):
             store.save(saved, make_sequence(), {})
     assert saved.read_bytes() == before
     assert os.listdir(saved.parent) == ["a.pig"]
-    with pytest.raises(StoreError, match="is not a folder"):
+    with pytest.raises(StoreError, match="no' for the context does not exist"):
         store.save(saved.parent / "no" / "b.pig", make_sequence(), {})
+
+
+def test_what_is_no_ordinary_file_stays(saved):
+    pipe = saved.parent / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(StoreError, match="is no ordinary file"):
+        store.save(pipe, make_sequence(), {})
+    assert pipe.is_fifo()
+    with pytest.raises(StoreError, match="is a folder: name a file for the context"):
+        store.save(saved.parent, make_sequence(), {})
 
 
 WRITER = """

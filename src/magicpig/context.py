@@ -73,7 +73,7 @@ class Context:
         try:
             document, token_ids = Document(**about["document"]), about["token_ids"]
             _check_model(llm, path, about)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{str(path)!r} holds no document: {error}") from error
         if document.parts(llm.tokenizer, "")[0] != token_ids:
             raise StoreError(f"{str(path)!r} was made with another tokenizer or chat template")

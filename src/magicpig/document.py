@@ -25,6 +25,13 @@ class Document:
     system: str | None = None
     raw: bool = False
 
+    def __post_init__(self) -> None:
+        for name, text in (("text", self.text), ("system", self.system or "")):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} must be a str, not {text!r}")
+        if self.raw and self.system is not None:
+            raise ValueError("system is a message of the chat template, which raw leaves out")
+
     def parts(
         self, tokenizer: PreTrainedTokenizerBase, question: str
     ) -> tuple[list[int], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def check_file(path: Path, what: str) -> None:
     if path.exists() and not path.is_file():
         raise ValueError(f"{name} is no ordinary file: name another for {what}")
     try:
-        trial = _partial(path.resolve())
+        trial = partial_of(path.resolve())
         trial.open("xb").close()
         trial.unlink()
     except FileExistsError:  # somebody is writing to it
@@ -28,14 +29,24 @@ def check_file(path: Path, what: str) -> None:
         ) from None
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+def partial_of(path: Path) -> Path:
+    """The name under which this process writes a file that is not whole yet."""
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def sweep(path: Path) -> None:
+    """Removes what writers of this file left behind that were killed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        process_id = left.name.split(".")[-2]
+        if process_id.isdigit() and not Path(f"/proc/{process_id}").exists():
+            left.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file under another name first, so that nobody ever finds half of it."""
     path = path.resolve()  # a link stays one
-    temporary = _partial(path)
+    sweep(path)
+    temporary = partial_of(path)
     try:
         temporary.write_bytes(data)
         os.replace(temporary, path)

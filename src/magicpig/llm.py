@@ -274,6 +274,9 @@ class LLM:
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {reprlib.repr(params)}")
+        if known is not None and not isinstance(known, SequenceKV):
+            raise TypeError(f"known must be what read gives, or a Context's kv, not {known!r:.80}")
+        prompt_ids = _token_list(prompt_ids, "prompt_ids must be a list of token ids")
         with self._lock:
             request = self.engine.add(prompt_ids, params, known, keep_prompt)
             self._inboxes[request.id] = deque()
@@ -290,12 +293,7 @@ class LLM:
         """Token ids of a prompt."""
         if isinstance(prompt, str):
             return token_ids(self.tokenizer, prompt)
-        try:
-            if not isinstance(prompt, (bytes, bytearray)):
-                return [operator.index(token) for token in prompt]
-        except TypeError:
-            pass
-        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}")
+        return _token_list(prompt, "a prompt is a text or a list of token ids")
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins."""
@@ -353,8 +351,19 @@ class _Collected:
         )
 
 
+def _token_list(tokens: object, wanted: str) -> list[int]:
+    """wanted: what is said where they are none."""
+    try:
+        if not isinstance(tokens, (str, bytes, bytearray)):
+            return [operator.index(token) for token in tokens]  # type: ignore[attr-defined]
+    except TypeError:
+        pass
+    raise TypeError(f"{wanted}, not {reprlib.repr(tokens)}")
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")
+    if isinstance(prompts, Mapping) or not is_list:
         raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompts)}")
     if isinstance(prompts, (str, bytes, bytearray)) or (
         len(prompts) and hasattr(prompts[0], "__index__")

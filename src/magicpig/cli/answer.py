@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from magicpig.attention.base import Method
 from magicpig.attention.lsh import Lsh
 from magicpig.attention.plan import DEFAULT_METHOD
 from magicpig.attention.registry import parse
+from magicpig.cli.report import print_json
 from magicpig.config import check_int
 from magicpig.context import Context
 from magicpig.document import Document
@@ -65,6 +65,11 @@ def _method(known: dict[str, Any], options: dict[str, Any]) -> Method:
     """As options say, and where they leave parameters open, as a saved context was made."""
     tables = any(options[name] is not None for name in ("bits_per_table", "num_tables"))
     spec = options["method"]
+    if tables and spec and ":" in spec and isinstance(parse(spec), Lsh):
+        raise ValueError(
+            f"--method {spec} says which hash tables, and --bits-per-table or --num-tables does: "
+            "leave one out"
+        )
     saved = known.get("method", "lsh" if tables else DEFAULT_METHOD)
     method = parse(saved if spec in (None, saved.partition(":")[0]) else spec)
     for name in ("bits_per_table", "num_tables"):
@@ -95,12 +100,13 @@ def known_context(
     try:
         with reading_bar(len(token_ids)) as read:
             known = Context.read(llm, document, lambda event: read(event.prefilled))
+        known.save(llm, save_context)
     except KeyboardInterrupt:
         if shown is Shown.AS_JSON:
             print_interrupted([])
         raise
-    known.save(llm, save_context)
-    console.print(f"{len(token_ids):,} tokens kept in {save_context}", style="dim")
+    kept = f"{len(token_ids):,} tokens kept in {save_context}"
+    console.print(kept, style="dim", markup=False, soft_wrap=True)
     return known
 
 
@@ -125,7 +131,7 @@ def answer(
 def print_interrupted(texts: list[str]) -> None:
     """For --json."""
     parts = [{"text": text, "finish": "abort"} for text in texts]
-    print(json.dumps({"interrupted": True, "completions": parts}, ensure_ascii=False))
+    print_json({"interrupted": True, "completions": parts})
 
 
 def print_numbered(texts: list[str]) -> None:

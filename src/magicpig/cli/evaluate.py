@@ -177,6 +177,8 @@ def perplexity(
     from magicpig.cli import evaluating
     from magicpig.evals.perplexity import Text
 
+    if len({path.resolve() for path in file}) < len(file):
+        raise ValueError("--file names a text twice: its samples would be no two")
     evaluating.perplexity(
         [Text(path.name, read_text(path)) for path in file],
         one_length("--tokens", tokens),

@@ -171,6 +171,8 @@ def perplexity(
     """Perplexities of texts, and tells what came of it."""
     harness = _harness(settings, machine)
     kept = _kept("Perplexity", harness, settings)
+    for text in given:  # before a folder is its
+        texts.token_ids(harness, text, tokens)
     with _folder(machine.out) as folder, Records(folder, kept) as records:
         bar = _bar()
         task = bar.add_task("tokens", total=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from magicpig.cli.inputs import check_text, layer_list, prompt_of
+from magicpig.cli.report import print_json
 
 PROMPT, SAMPLING, ATTENTION, OUTPUT = "Prompt", "Sampling", "Attention", "Machine and output"
 
@@ -154,12 +154,11 @@ def generate(
             prompt_ids = known.prompt_ids(llm, question)
         else:  # the text was to be kept, and is
             if as_json:
-                print(json.dumps({**about_context, "completions": []}))
+                print_json({**about_context, "completions": []})
             return
         kv = None if known is None else known.kv
         if as_json:
             generation = answer.generated(llm, prompt_ids, params, kv, shown)
-            found = {**about_context, **answer.as_dict(generation)}
-            print(json.dumps(found, ensure_ascii=False))
+            print_json({**about_context, **answer.as_dict(generation)})
         else:
             answer.answer(llm, prompt_ids, params, kv)

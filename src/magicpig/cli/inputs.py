@@ -34,6 +34,10 @@ def prompt_of(
             "--context comes instead of --file, --system, --raw, --save-context and "
             "--truncate-left: the file holds the text and how it was read"
         )
+    if raw and system is not None:
+        raise ValueError("--system is a message of the chat template, which --raw leaves out")
+    if truncate_left and not files:
+        raise ValueError("--truncate-left leaves out the beginning of --file: name one")
     for flag, text in (("--prompt", prompt), ("--system", system)):
         check_text(flag, text or "")
     if save_context and not files:

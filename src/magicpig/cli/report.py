@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
+import json
 import os
 import signal
 import sys
@@ -25,6 +27,8 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # which may be for less than Unicode
+            sys.stdout.reconfigure(errors="replace")
         try:
             command(*args, **options)
             sys.stdout.flush()
@@ -44,6 +48,16 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             gc.enable()  # which a command may have put off
 
     return run
+
+
+def print_json(found: dict[str, Any]) -> None:
+    """In one line, of characters that the output can have."""
+    text = json.dumps(found, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(found)
+    print(text)
 
 
 def silence() -> None:

@@ -47,8 +47,10 @@ class _Enabled:
 
     def adopt(self, cache: Cache) -> None:
         if not isinstance(cache, DynamicCache) or cache.offloading:
+            offloads = getattr(cache, "offloading", False)
+            given = f"{'an offloaded ' if offloads else ''}{type(cache).__name__}"
             raise ValueError(
-                f"magicpig keeps keys and values in a DynamicCache, not in {type(cache).__name__}; "
+                f"magicpig keeps keys and values in a DynamicCache, not in {given}; "
                 "leave out past_key_values and cache_implementation"
             )
         if not cache.layers:

@@ -7,7 +7,6 @@ renamed when it is complete and on the disk: whoever opens it sees all of it or 
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import mmap
@@ -26,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from magicpig.config import IndexConfig, LSHConfig, ScanConfig, WindowConfig
+from magicpig.files import check_file, partial_of, sweep
 from magicpig.kv.base import LayerShape
 from magicpig.kv.layer import DTYPES
 from magicpig.kv.native_layer import NativeLayer
@@ -107,16 +107,18 @@ def _replacing(path: Path, needed_bytes: int) -> Iterator[BinaryIO]:
     """A file to write to, which takes the path's place when all went well."""
     path = path.resolve()  # a link stays one
     folder = path.parent
-    if not folder.is_dir():
-        raise StoreError(f"{str(folder)!r} is not a folder: {path.name!r} cannot be written there")
+    try:
+        check_file(path, "the context")
+    except (OSError, ValueError) as error:
+        raise StoreError(str(error)) from None
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise StoreError(
             f"{str(path)!r} takes {needed_bytes / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free "
             f"in {str(folder)!r}"
         )
-    _sweep(folder, path.name)
-    temporary = folder / f".{path.name}.{os.getpid()}.part"
+    sweep(path)
+    temporary = partial_of(path)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -132,14 +134,6 @@ def _replacing(path: Path, needed_bytes: int) -> Iterator[BinaryIO]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sweep(folder: Path, name: str) -> None:
-    """Removes what writers of this file left behind that were killed."""
-    for left in folder.glob(f".{glob.escape(name)}.*.part"):
-        process_id = left.name.split(".")[-2]
-        if process_id.isdigit() and not Path(f"/proc/{process_id}").exists():
-            left.unlink(missing_ok=True)
 
 
 def load_about(path: Path) -> dict[str, Any]:

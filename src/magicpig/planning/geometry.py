@@ -156,10 +156,16 @@ def geometry_of(name: str) -> ModelGeometry:
     layers = full_attention_layers(config)
     if not layers:
         raise ValueError(f"--model {name!r} has no layer that attends to a whole context")
-    with torch.device("meta"), quietly():
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=own_attention(config)
-        )
+    attention = own_attention(config)
+    try:
+        with torch.device("meta"), quietly():
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=attention
+            )
+    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"--model {name!r} has a configuration that makes no model: {error}"
+        ) from error
     check_weights(model)
     take_attention(model)
     embedded = model.get_input_embeddings()
