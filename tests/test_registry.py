@@ -291,7 +291,7 @@ def test_every_method_generates_on_the_command_line(model, name, tmp_path):
         (["--method", "topk:2"], "method 'topk:2': budget must be above 0 and at most 100 %"),
         (["--method", "quest:16:x"], "'x' is not a number; write it like 16, 0.02 or 2%"),
         (["--method", "topk", "--num-tables", "9"], "--num-tables is a parameter of lsh"),
-        (["--method", "lsh:4:9", "--num-tables", "0"], "num_tables must be from 1 to 4096, not 0"),
+        (["--method", "lsh", "--num-tables", "0"], "num_tables must be from 1 to 4096, not 0"),
     ],
 )
 def test_bad_methods_are_told_in_a_line(model, arguments, message):
