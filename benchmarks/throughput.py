@@ -14,7 +14,7 @@ them. On a CPU weights are float32, and there is no budget but none.
 threads have in that step, those at work on it. "GPU busy": the share in which it has something to
 do other than to wait. "between": for one sequence, from the end of attention to one far context to
 the beginning of the next, in the middle of all layers. All from traces of a few steps. "of roof":
-bytes of rows, codes and buckets that the CPU reads, per second, of streamed reads.
+bytes of rows, codes and buckets read from the CPU's memory, per second, of streamed reads.
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ class Bench:
         there = [i for i in range(len(kvs[0].layers)) if on_cpu or runner.plan.of(i).on_host]
         held = [kv.layers[i].nbytes for kv in kvs for i in there]
         by_cpu = any(isinstance(layer, NativeLayer) for layer in kvs[0].attention_layers)
+        from_host = by_cpu or runner.plan.method.on_host  # kv-stream's go to the GPU
         rows, tokens = sum(c.rows for c in costs), sum(c.tokens for c in costs)
         return Point(
             runner.plan.method.spec,
@@ -210,8 +211,8 @@ class Bench:
             working / whole / magicpig.num_threads() if by_cpu else None,
             gpu_busy if self.device.type == "cuda" else None,
             between if by_cpu and len(kvs) == 1 else None,
-            moved / whole / 1e9 if by_cpu else None,
-            moved / whole / self.roof if by_cpu else None,
+            moved / whole / 1e9 if from_host else None,
+            moved / whole / self.roof if from_host else None,
             rows / max(tokens, 1),
             torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             sum(each.rows + each.index for each in held),

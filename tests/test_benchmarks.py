@@ -59,6 +59,8 @@ def script(monkeypatch):
             "--tokens 4k,1M",
             "--tokens: a segment has 65,536 tokens at most, not 1,048,576",
         ),
+        ("drop_in", "--steps 0", "--steps: must be a whole number from 1, not '0'"),
+        ("drop_in", "--systems transformer", "--systems: method must be one of full, lsh,"),
         ("timeline", "--batch 0", "--batch: must be a whole number from 1, not '0'"),
         ("timeline", "--trace .", "--trace: '.' is a folder"),
         ("timeline", "--read a.json --trace b.json", "--read runs nothing that --trace could"),
@@ -74,7 +76,7 @@ def test_bad_arguments_are_refused_at_once(script, capsys, name, arguments, mess
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["throughput", "prefill", "budget", "timeline"])
+@pytest.mark.parametrize("name", ["throughput", "prefill", "budget", "timeline", "drop_in"])
 def test_without_a_gpu_it_is_said(script, capsys, name):
     with pytest.raises(SystemExit):
         script(name, device=())
@@ -200,6 +202,16 @@ def test_a_trace_tells_what_works_at_the_same_time(script, tmp_path, capsys):
         trace.write_text(text)
         with pytest.raises(SystemExit, match=message):
             script("timeline", "--read", str(trace))
+
+
+def test_the_drop_in_beside_transformers(script, model, tmp_path, capsys):
+    out = tmp_path / "points.json"
+    given = "--model", model, "--contexts", "1k", "--steps", "3", "--json", str(out)
+    script("drop_in", *given, "--systems", "transformers", "scan:2:1%")
+    said = capsys.readouterr().out
+    for system in "transformers", "scan:2:1%":
+        assert re.search(rf"^\| {system} \| 1,024 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", said, re.M)
+    assert [p["system"] for p in json.loads(out.read_text())] == ["transformers", "scan:2:1%"]
 
 
 def test_tables_are_sorted_and_taken(script, capsys):

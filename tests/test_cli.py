@@ -321,6 +321,30 @@ def test_closed_and_full_outputs(model, command, code, said):
     assert said in done.stderr
 
 
+@pytest.mark.parametrize("mine", [None, "expandable_segments:True"])
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_host_memory_is_pinned_by_several_threads(name, mine):
+    """If the user has said nothing about it."""
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    code = f"""if True:
+        import os, sys
+        from magicpig import cli
+        cli.app = lambda **_: print("torch" in sys.modules, *map(os.environ.get, {names}))
+        cli.main()"""
+    given = environment | ({name: mine} if mine else {})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True
+    )
+    expected = {key: given.get(key) for key in names}
+    expected["PYTORCH_ALLOC_CONF"] = (
+        mine
+        if mine and name == names[0]
+        else (None if mine else "pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
+    )
+    assert done.stdout.split() == ["False", *map(str, expected.values())]
+
+
 def test_help_fits_a_screen_and_version_is_told():
     result = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "100"})
     assert result.exit_code == 0

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_hf import EVERYTHING, SMALL, assert_same, padded_prompts, run
+from test_hf import EVERYTHING, LENGTHS, SMALL, assert_same, padded_prompts, run
+from transformers import DynamicCache
 from zoo import loaded, make_model
 
 from magicpig import LLM, LayerKV, LSHConfig, SamplingParams, hf
@@ -19,14 +20,46 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("method", ["full", "lsh"])
-def test_the_drop_in_gives_transformers_numbers(name, method):
+@pytest.mark.parametrize("method", ["full", "lsh", "scan:2:100%"])
+@pytest.mark.parametrize("lengths", [LENGTHS, [70]])  # prompts of one are kept in host memory
+def test_the_drop_in_gives_transformers_numbers(name, method, lengths):
     model = make_model(name).cuda()
-    ids, mask = (tensor.cuda() for tensor in padded_prompts())
+    ids, mask = (tensor.cuda() for tensor in padded_prompts(lengths))
     theirs, _ = run(model, ids, mask)
     with hf.enable(model, method, lsh=EVERYTHING, window=SMALL, dense_layers=[]):
         ours, _ = run(model, ids, mask)
     assert_same(ours, theirs, mask, 2e-3)  # GPUs sum in another order
+
+
+@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 16}, {"num_beams": 3}], ids=str)
+def test_the_drop_in_generates(how):
+    model = make_model("llama").cuda()
+    ids = torch.tensor([[5, 6, 7, 8] * 25]).cuda()
+    arguments = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, **how}
+    expected = model.generate(ids, **arguments)
+    with hf.enable(model, "scan:2:100%", window=SMALL, dense_layers=[]):
+        got = model.generate(ids, **arguments)
+    assert (got == expected).float().mean() > 0.9  # where two are nearly as likely
+
+
+def test_the_drop_in_reads_prompts_without_keeping_them_on_the_gpu():
+    """Of a long one's keys and values there are two layers at a time at the most."""
+    model = make_model("llama", torch.bfloat16).cuda()
+    config, tokens = model.config, 20_000
+    ids = torch.randint(3, 200, (1, tokens)).cuda()
+    with hf.enable(model, "scan:2:1%", dense_layers=[]), torch.no_grad():
+        model(ids[:, :100])  # cuBLAS takes its work space
+        held = torch.cuda.memory_allocated()
+        cache = DynamicCache(config=config)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() < held + 1e6
+        for _ in range(3):
+            logits = model(ids[:, :1], past_key_values=cache, logits_to_keep=1).logits
+    assert logits.isfinite().all()
+    row = cache.layers[0].rows[0]
+    assert row.far.num_tokens > 19_000
+    assert 0.005 < row.cost.rows / row.cost.tokens < 0.02
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")

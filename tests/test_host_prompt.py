@@ -1,5 +1,7 @@
 """Prompts that are kept in host memory while they are read: here in the code that GPUs run."""
 
+import copy
+
 import pytest
 import torch
 from zoo import loaded
@@ -41,9 +43,12 @@ def test_it_holds_what_a_prompt_holds(monkeypatch, expected, block):
             for mine, theirs in zip(on_host.there(0, first), plain.row(0, 0, None), strict=True):
                 assert torch.equal(mine, theirs[:, :first])
     assert on_host.like.shape == plain.like.shape == (1, 3, 0, 8)
-    on_host.select(torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"a batch of one, not \[0, 0\]"):
-        on_host.select(torch.tensor([0, 0]))
+    shown = torch.rand(31) < 0.5
+    for mine, theirs in zip(on_host.row(0, 3, shown), plain.row(0, 3, shown), strict=True):
+        assert torch.equal(mine, theirs)
+    other = copy.deepcopy(on_host)
+    other.append(keys, values)
+    assert (other.num_tokens, on_host.num_tokens) == (34, 31)
     for prompt in (plain, on_host):
         prompt.crop(4)
         prompt.append(keys, values)

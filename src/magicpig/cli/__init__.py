@@ -15,6 +15,8 @@ from magicpig.cli.plan import plan
 from magicpig.cli.pull import pull
 from magicpig.cli.report import INTERRUPTED, fail, reported, silence
 
+PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"  # settings of torch
+
 app = typer.Typer(
     name="magicpig",
     help="Long-context LLM decoding with sampled attention over a KV cache in CPU memory.",
@@ -48,7 +50,16 @@ for command in (generate, analyze, plan, pull, doctor):
 app.add_typer(evaluate, rich_help_panel="Commands")
 
 
+def _pin_with_threads() -> None:
+    """Before torch is there, which pins host memory twice as fast and more by several threads.
+    Settings of its allocators that are there already are left alone."""
+    settings = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+    if not any(name in os.environ for name in settings):
+        os.environ[settings[0]] = PINNING
+
+
 def main() -> None:
+    _pin_with_threads()
     if sys.stdin is None:  # they are None where they were closed
         sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stderr is None:

@@ -26,7 +26,7 @@ from magicpig.config import draws_on_gpus
 from magicpig.engine.recorded import Attention, attention_of
 from magicpig.hf.tagged import DecodeLayer, forget_pass
 from magicpig.kv.courier import own_stream
-from magicpig.kv.device_scan import DeviceScan
+from magicpig.kv.device_scan import DeviceScan, with_room
 from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.sequence import SequenceKV
 from magicpig.kv.tray import Tray
@@ -34,7 +34,6 @@ from magicpig.models.quiet import without_collections
 
 MOST_KEPT = 8  # sizes of batches with graphs
 FIRST_STEPS = 1  # of a batch's size that are not recorded: most sizes are not seen again
-ROOMIER = 9  # eighths of a context's length that buffers have room for
 
 
 class StepGraphs:
@@ -55,9 +54,7 @@ class StepGraphs:
         self._spans: list[str | None] = []  # what the GPU does before each stamp
         self._trays: dict[object, Tray] = {}
         self._scans: dict[object, DeviceScan] = {}
-        self.tokens = (
-            ROOMIER * max(kv.num_tokens for kv in kvs) // 8 + 1024
-        )  # that there is room for
+        self.tokens = with_room(max(kv.num_tokens for kv in kvs))
         self._pool = pool
         self._sent = torch.zeros(2, self.batch, 1, dtype=torch.int64, pin_memory=True)
         self._ids = torch.zeros(2, self.batch, 1, dtype=torch.int64, device=device)
@@ -229,13 +226,13 @@ class Graphs:
         key = len(kvs), kvs[0].kinds
         if not self.possible(kvs):
             return None
-        kept = self._kept.get(key)
+        kept = self._kept.pop(key, None)
         if kept and max(kv.num_tokens for kv in kvs) <= kept.tokens:
+            self._kept[key] = kept  # behind those that were not used since
             return kept
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] <= FIRST_STEPS:
             return None
-        self._kept.pop(key, None)
         kept = None
         while len(self._kept) >= MOST_KEPT:
             del self._kept[next(iter(self._kept))]

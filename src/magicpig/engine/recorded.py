@@ -6,7 +6,6 @@ graphs therefore look them up in a table on the device, which has a line for eac
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from magicpig.attention.tensor_method import spend_on_step
 from magicpig.attention.whole import spend_on_all
 from magicpig.config import draws_on_gpus
 from magicpig.kv.base import SequenceLayer
-from magicpig.kv.device_scan import DeviceCodes
+from magicpig.kv.device_scan import LayerScan
 from magicpig.kv.hybrid_layer import HybridLayer, attend_far, count_windows
 from magicpig.kv.seats import Seats, Sitter, together
 from magicpig.kv.sequence import step
@@ -204,27 +203,17 @@ class ScannedAttention(ExchangedAttention):
 
     def __init__(self, graphs: StepGraphs, number: int, like: HybridLayer) -> None:
         super().__init__(graphs, number, like)
-        self.scan = graphs.scan_for(like)
-        self._host, self._there = self.scan.new_table()
-        self._codes: list[weakref.ref[DeviceCodes]] = []  # their sequences' to keep
-        self._fits = False
+        self.scan = LayerScan(graphs.scan_for(like))
 
     def prepare(self, layers: Sequence[HybridLayer]) -> None:
         super().prepare(layers)
-        codes = [layer.codes_there for layer in layers]
-        if [known() for known in self._codes] == codes:
-            return
-        self._codes = [weakref.ref(each) for each in codes]
-        self._fits = self.scan.fill(self._host, codes)
-        if not self._fits:
-            self._host.memory.zero_()  # nothing to draw from
-        self._there.memory.copy_(self._host.memory, non_blocking=True)
+        self.scan.prepare([layer.codes_there for layer in layers])
 
     def _draw(self, queries: Tensor, scale: float) -> None:
-        self.scan.draw(queries, self._there, scale)
+        self.scan.draw(queries, scale)
 
     def _drawn(self) -> Drawn | None:
-        return self.scan.drawn if self._fits else None
+        return self.scan.drawn
 
 
 def attention_of(graphs: StepGraphs, number: int, like: SequenceLayer) -> Attention:

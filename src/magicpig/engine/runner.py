@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import os
 import time
 from collections import defaultdict
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,7 +42,7 @@ from magicpig.engine.support import (
     takes_positions,
 )
 from magicpig.hf.attention import ENGINE
-from magicpig.hf.cache import BatchLayer
+from magicpig.hf.cache import BatchLayer, link
 from magicpig.hf.tagged import DecodeLayer, forget_pass
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.courier import current, here, turns
@@ -67,14 +65,6 @@ def _decode_layer(rows: Sequence[SequenceLayer]) -> DecodeLayer:
 def _launches_block() -> bool:
     """Whether the caller of a kernel waits for its end: graphs wait for the caller."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-
-
-def _link(layers: Sequence[Any]) -> None:
-    """Layers with prompts in host memory: each fetches the next one's while it computes, the last
-    one the first's, for the next part."""
-    on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
-    for layer, following in itertools.pairwise(on_host + on_host[:1]):
-        layer.following = ref(following)
 
 
 def _let_go(graphs: Sequence[StepGraphs]) -> None:
@@ -174,7 +164,7 @@ class Runner:
                 else copy.deepcopy(layer)
                 for i, layer in enumerate(known.layers)
             ]
-            _link(layers)
+            link(layers)
             return Prefill(prompt_ids, Cache(layers), known.num_tokens, self.part_tokens, long_rope)
         layers = list(DynamicCache(config=self.model.config).layers)
         for i, layer in enumerate(layers):
@@ -191,7 +181,7 @@ class Runner:
             elif type(layer) is DynamicSlidingWindowLayer:
                 span = layer.sliding_window
                 layers[i] = BatchLayer(partial(self._new_row, self.plan, i, span), span)
-        _link(layers)
+        link(layers)
         return Prefill(prompt_ids, Cache(layers), 0, self.part_tokens, long_rope)
 
     def _there(self) -> AbstractContextManager[None]:

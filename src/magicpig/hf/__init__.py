@@ -15,7 +15,7 @@ from magicpig.attention.base import Method
 from magicpig.attention.plan import Plan, make_plan
 from magicpig.config import LSHConfig, UnsupportedModel, WindowConfig
 from magicpig.hf.attention import DROP_IN, register
-from magicpig.hf.cache import BatchLayer, full_attention_layers
+from magicpig.hf.cache import BatchLayer, full_attention_layers, link
 from magicpig.hf.tagged import forget_pass
 
 __all__ = ["enable"]
@@ -28,6 +28,7 @@ class _Enabled:
         self.config = model.config
         self.plan = plan
         self.window = window
+        self.prompts_on_host = model.device.type != "cpu"
         self.in_force = True
 
     def before_forward(
@@ -59,10 +60,12 @@ class _Enabled:
             if type(layer) is DynamicLayer:
                 new_row = partial(self.plan.new_layer, i, window=self.window)
                 watch = self.plan.of(i).watches_prompts
-                ours = BatchLayer(new_row, check=self.check, watch=watch)
+                on_host = self.prompts_on_host and self.plan.of(i).on_host
+                ours = BatchLayer(new_row, check=self.check, watch=watch, on_host=on_host)
                 if layer.keys is not None and layer.values is not None:
                     ours.fill(layer.keys, layer.values)
                 cache.layers[i] = ours
+        link(cache.layers)
 
     def check(self) -> None:
         if not self.in_force:

@@ -7,8 +7,9 @@ single token the rows become sequences, without their padding: a window and a fa
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -17,7 +18,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from magicpig.attention.exact import exact_attention
+from magicpig.attention.gpu import has_triton
 from magicpig.attention.mass import attention_mass
+from magicpig.config import draws_on_gpus
 from magicpig.hf.tagged import TaggedLayer
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.host_prompt import HostPrompt
@@ -25,6 +28,9 @@ from magicpig.kv.hybrid_layer import HybridLayer
 from magicpig.kv.prompt import Prompt, padded
 from magicpig.kv.sequence import step
 from magicpig.kv.tensor_layer import TensorLayer
+
+if TYPE_CHECKING:
+    from magicpig.kv.device_scan import LayerScan
 
 NewRow = Callable[[LayerShape], SequenceLayer]
 
@@ -37,7 +43,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     watch: whether to sum up the attention that the prompt's tokens get.
     expected: tokens that a prompt is likely to have.
     check: called before every use; raises when the layer may not be used (any more).
-    on_host: whether a prompt is kept in host memory while it is read; for batches of one.
+    on_host: whether the prompt of a batch of one is kept in host memory while it is read.
     early: whether segments of such a prompt are made while it is read.
 
     following: the next layer with its prompt there, which is told when to fetch it; behind the last
@@ -71,6 +77,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self.known: list[SequenceLayer] = []  # the prompt's first tokens, where they were rows
         self.num_known = self.num_gathered = 0
         self.early: HybridLayer | None = None  # the row to be, part of which is being built
+        self.scan: LayerScan | None = None  # where the device draws
         self.visible: Tensor | None = None  # bool [batch, tokens]: no padding; None: all are
         self.num_seen = 0  # tokens of a row, padding included
         self.mass: Tensor | None = None  # [batch, kv_heads, tokens] of the prompt, where watched
@@ -130,6 +137,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         other.prompt = copy.deepcopy(self.prompt, memo)
         other.rows = [row.fork() for row in self.rows]
         other.known = [row.fork() for row in self.known]
+        other.following = other.early = other.scan = None
         return other
 
     def update(
@@ -192,10 +200,28 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             return out.transpose(1, 2)
         self.to_rows(keys, None if mask is None else _visible(mask))
         query, key, value = (tensor.squeeze(2) for tensor in (queries, keys, values))
-        out = step(self.rows, query, key, value, scale, softcap)
+        out = self._step(query, key, value, scale, softcap)
         for row in self.rows:
             row.settle()
         return out[:, None]
+
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        """As `step`; the device draws the rows, if it can."""
+        rows: Sequence[Any] = self.rows
+        first, index = rows[0], None
+        if isinstance(first, HybridLayer) and has_triton(first.shape.device):
+            index = first.far.index
+        if not draws_on_gpus(index):
+            return step(rows, query, key, value, scale, softcap)
+        from magicpig.kv.device_scan import LayerScan, scan_for  # which need Triton
+
+        longest = max(row.far.num_tokens for row in rows)
+        scan = scan_for(len(rows), first.shape, index, longest)
+        if self.scan is None or self.scan.scan is not scan:
+            self.scan = LayerScan(scan)
+        return HybridLayer.step(rows, query, key, value, scale, softcap, self.scan)
 
     def _build_early(self) -> None:
         """Begins to index tokens that are certain to become far, while the rest is read."""
@@ -270,7 +296,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         if self.prompt:
             return
         if not self.rows:
-            self.prompt = self._new_prompt()
+            self.prompt = self._new_prompt(len(like))
             return
         if self.visible is not None:
             if any(row.evicts for row in self.rows):
@@ -281,14 +307,14 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             new = self.num_seen - self.visible.shape[1]
             decoded = torch.ones(len(self.rows), new, dtype=torch.bool)
             self.visible = torch.cat([self.visible, decoded], 1)
-        self.prompt = self._new_prompt()
+        self.prompt = self._new_prompt(len(self.rows))
         keys, values = padded([row.read() for row in self.rows], self.visible)
         self.prompt.append(keys.to(like), values.to(like))
         self.known, self.rows = self.rows, []
         self.num_known = self.num_gathered = self.num_seen
 
-    def _new_prompt(self) -> Prompt | HostPrompt:
-        if self.on_host:
+    def _new_prompt(self, batch: int) -> Prompt | HostPrompt:
+        if self.on_host and batch == 1:
             return HostPrompt(self.expected)
         return Prompt(self.span - 1 if self.span else None, self.expected)
 
@@ -323,6 +349,10 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         if self.rows:
             self.rows = [self.rows[i].fork() for i in indices.tolist()]
         elif self.prompt:
+            if isinstance(self.prompt, HostPrompt):
+                there, self.prompt = self.prompt, Prompt()
+                self.prompt.append(*there.tensors)
+                there.release()
             self.prompt.select(indices)
             self.known = [self.known[i].fork() for i in indices.tolist()] if self.known else []
             if self.mass is not None:
@@ -336,6 +366,14 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = len(self.rows) or (len(self.prompt.like) if self.prompt else 0)
         self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+
+
+def link(layers: Sequence[Any]) -> None:
+    """Layers with prompts in host memory: each fetches the next one's while it computes, the last
+    one the first's, for the next part."""
+    on_host = [layer for layer in layers if isinstance(layer, BatchLayer) and layer.on_host]
+    for layer, following in itertools.pairwise(on_host + on_host[:1]):
+        layer.following = ref(following)
 
 
 def full_attention_layers(config: PreTrainedConfig) -> list[int]:

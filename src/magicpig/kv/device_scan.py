@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from magicpig.kv.layer import LayerKV
 from magicpig.kv.tray import Drawn
 
 SEGMENTS, CHUNKS = 40, 32  # of a sequence, at most
+ROOMIER = 9  # eighths of a context's length that there is room for
+MOST_KEPT = 4  # of scans, by a thread
 # As in threshold.cpp: of an eighth of the keys, so many blocks at least, and at most.
 SHARE, LEAST_BLOCKS, MOST_BLOCKS = 8, 64, 256
 
@@ -98,7 +100,7 @@ class DeviceScan:
         self._rows = ids.view(np.uint16), log_probability, starts, counts
 
     def new_table(self) -> tuple[Table, Table]:
-        """Of a layer: on the host and on the device."""
+        """On the host and on the device."""
         sizes = self.batch, self.batch * SEGMENTS, self.batch * CHUNKS, self.batch * self.pieces
         words, pinned = Table.words(*sizes), self.device.type == "cuda"
         host = torch.zeros(words, dtype=torch.int64, pin_memory=pinned)
@@ -152,6 +154,55 @@ class DeviceScan:
     def drawn(self) -> Drawn:
         """What arrives, for the native core; it draws itself where it is more than fits."""
         return self._rows, self._totals
+
+
+def with_room(tokens: int) -> int:
+    """Of a context that grows: the tokens that memory is taken for."""
+    return ROOMIER * tokens // 8 + 1024
+
+
+_kept = threading.local()
+
+
+def scan_for(batch: int, shape: LayerShape, index: ScanConfig, tokens: int) -> DeviceScan:
+    """This thread's, for contexts of so many tokens."""
+    scans: dict[Any, DeviceScan] = _kept.__dict__.setdefault("scans", {})
+    key = batch, shape, index
+    if key not in scans or scans[key].tokens < tokens:
+        scans.pop(key, None)
+        if len(scans) >= MOST_KEPT:
+            del scans[next(iter(scans))]
+        scans[key] = DeviceScan(batch, shape, index, with_room(tokens))
+    return scans[key]
+
+
+class LayerScan:
+    """A layer's part in it: where the codes of its sequences are."""
+
+    def __init__(self, scan: DeviceScan) -> None:
+        self.scan = scan
+        self._host, self._there = scan.new_table()
+        self._codes: list[ref[DeviceCodes]] = []  # their sequences' to keep
+        self._fits = False
+
+    def prepare(self, codes: list[DeviceCodes]) -> None:
+        """For these sequences; nothing to do where they are those of the step before."""
+        if [known() for known in self._codes] == codes:
+            return
+        self._codes = [ref(each) for each in codes]
+        self._fits = self.scan.fill(self._host, codes)
+        if not self._fits:
+            self._host.memory.zero_()  # nothing to draw from
+        self._there.memory.copy_(self._host.memory, non_blocking=True)
+
+    def draw(self, queries: Tensor, scale: float) -> None:
+        """See DeviceScan."""
+        self.scan.draw(queries, self._there, scale)
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """None: the native core draws, as there is too much."""
+        return self.scan.drawn if self._fits else None
 
 
 def _sample(blocks: int) -> Any:

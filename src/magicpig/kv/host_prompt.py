@@ -9,6 +9,7 @@ that the GPU works meanwhile. Blocks are of few sizes, so that other prompts can
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +110,14 @@ class HostPrompt:
     def __del__(self) -> None:
         self.release()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostPrompt:
+        other = HostPrompt(self.expected)
+        if self._blocks:
+            other.append(*self.tensors)
+            for each in (self, other):
+                each.release()
+        return other
+
     def _arrived(self) -> State:
         assert self._on_device is not None
         if self._arriving:
@@ -131,10 +140,16 @@ class HostPrompt:
         return keys, values
 
     def row(self, i: int, first: int, visible: Tensor | None) -> State:
-        """Keys and values [kv_heads, tokens, dim] from token `first` on, in host memory."""
+        """Keys and values [kv_heads, tokens, dim] from token `first` on, in host memory.
+
+        visible: as of Prompt.
+        """
         assert i == 0
-        assert visible is None
-        return self.here(first, self.num_tokens)
+        keys, values = self.here(first, self.num_tokens)
+        if visible is None:
+            return keys, values
+        shown = visible[first:]
+        return keys[:, shown], values[:, shown]
 
     def here(self, first: int, last: int) -> State:
         """Keys and values [kv_heads, tokens, dim] in host memory, copied if they are in several
@@ -176,11 +191,6 @@ class HostPrompt:
     def keys_there(self, first: int, last: int) -> Tensor:
         """Keys [kv_heads, tokens, dim] on the device, before they are released."""
         return self._arrived()[0][first:last].transpose(0, 1)
-
-    def select(self, indices: Tensor) -> None:
-        """Keeps these rows: the one there is."""
-        if indices.tolist() != [0]:
-            raise ValueError(f"a prompt in host memory is a batch of one, not {indices.tolist()}")
 
     def crop(self, tokens: int) -> None:
         self.num_tokens = max(0, self.num_tokens - tokens)

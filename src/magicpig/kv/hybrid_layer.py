@@ -34,7 +34,7 @@ from magicpig.kv.segments import BUILT_AT_ONCE, early_segment
 from magicpig.kv.tray import Drawn, Tray, tray_for
 
 if TYPE_CHECKING:
-    from magicpig.kv.device_scan import DeviceCodes
+    from magicpig.kv.device_scan import DeviceCodes, LayerScan
 
 
 class HybridLayer(NativeLayer):
@@ -121,20 +121,25 @@ class HybridLayer(NativeLayer):
         values: Tensor,
         scale: float,
         softcap: float | None,
+        scan: LayerScan | None = None,
     ) -> Tensor:
+        """scan: by which the device draws; None: the native core does."""
         with torch.inference_mode():
             first, queries = layers[0], queries.contiguous()
             tray = tray_for(len(layers), first.shape, first.far.index)
             if not first.span:
                 tray.begin()
                 tray.ask(queries)
+                if scan:
+                    scan.prepare([layer.codes_there for layer in layers])
+                    scan.draw(queries, scale)
                 tray.sent()
             _attend_near(layers, tray, queries, keys, values, Scoring(scale, softcap))
             if first.span:
                 out = tray.near[0]
                 count_windows(layers)
             else:
-                attend_far(layers, tray, scale, softcap)
+                attend_far(layers, tray, scale, softcap, scan.drawn if scan else None)
                 out = tray.answer(queries)
         return torch.empty_like(queries, requires_grad=False).copy_(out)  # in the caller's mode
 
