@@ -42,8 +42,7 @@ def test_the_drop_in_generates(how):
     assert (got == expected).float().mean() > 0.9  # where two are nearly as likely
 
 
-def test_the_drop_in_reads_prompts_without_keeping_them_on_the_gpu():
-    """Of a long one's keys and values there are two layers at a time at the most."""
+def test_the_drop_in_keeps_no_prompts_on_the_gpu():
     model = make_model("llama", torch.bfloat16).cuda()
     config, tokens = model.config, 20_000
     ids = torch.randint(3, 200, (1, tokens)).cuda()

@@ -9,7 +9,7 @@ from test_hf import EVERYTHING, SMALL, assert_same, padded_prompts, run
 from transformers import DynamicCache
 from zoo import make_model
 
-from magicpig import ScanConfig, hf
+from magicpig import ScanConfig, WindowConfig, hf
 from magicpig.hf import cache
 from magicpig.hf.cache import BatchLayer
 from magicpig.kv import host_prompt
@@ -31,8 +31,8 @@ def on_host(monkeypatch):
     monkeypatch.setattr(host_prompt, "SMALL_BLOCK", 1024)
 
 
-def enabled(model, **more):
-    return hf.enable(model, "lsh", lsh=EVERYTHING, window=SMALL, dense_layers=[], **more)
+def enabled(model, method="lsh"):
+    return hf.enable(model, method, lsh=EVERYTHING, window=SMALL, dense_layers=[])
 
 
 def kinds(cache):
@@ -51,15 +51,33 @@ def test_prompts_of_one_are_kept_in_host_memory(on_host, name, lengths):
         _, unread = run(model, ids, mask, steps=0)
         assert kinds(unread) == {HostPrompt if len(lengths) == 1 else Prompt}
         layers = [layer for layer in unread.layers if isinstance(layer, BatchLayer)]
-        assert all(layer.following() in layers for layer in layers if layer.on_host)
+        assert [layer.following() for layer in layers] == layers[1:] + layers[:1]
 
 
-def test_padding_of_a_single_prompt(on_host):
+def test_gradients_come_back_from_a_prompt(on_host):
+    model = make_model("llama")
+    ids, _ = padded_prompts([70])
+    model(ids).logits.sum().backward()
+    expected = model.lm_head.weight.grad.clone(), model.model.layers[0].mlp.up_proj.weight.grad
+    expected = [grad.clone() for grad in expected]
+    model.zero_grad()
+    with enabled(model):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :40], past_key_values=cache)
+        assert kinds(cache) == {Prompt}
+        model(ids).logits.sum().backward()
+    got = model.lm_head.weight.grad, model.model.layers[0].mlp.up_proj.weight.grad
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["lsh", "cpu-dense", "kv-stream"])
+def test_padding_of_a_single_prompt(on_host, method):
     model = make_model("llama")
     ids, mask = padded_prompts([70, 41])
     ids, mask = ids[1:], mask[1:]
     theirs, _ = run(model, ids, mask)
-    with enabled(model):
+    with enabled(model, method):
         ours, _ = run(model, ids, mask)
     assert_same(ours, theirs, mask, 2e-4)
 
@@ -101,6 +119,65 @@ def test_a_prompt_that_was_read_is_copied_and_repeated(on_host):
     torch.testing.assert_close(more[:, :1], one, atol=2e-4, rtol=2e-4)
 
 
+MODES = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+
+
+@pytest.mark.parametrize("then", MODES)
+@pytest.mark.parametrize(
+    ("first", "copied"), [*((mode, False) for mode in MODES), *((mode, True) for mode in MODES[:2])]
+)
+def test_prompts_go_on_in_any_mode(on_host, first, then, copied):
+    model = make_model("llama")
+    ids = torch.randint(3, 200, (1, 60))
+    with torch.no_grad():
+        expected = model(ids).logits[:, 37:]
+    with enabled(model):
+        past = DynamicCache(config=model.config)
+        with first():
+            model(ids[:, :37], past_key_values=past)
+            past = copy.deepcopy(past) if copied else past
+        with then():
+            got = model(ids[:, 37:], past_key_values=past).logits
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_a_batch_goes_on_from_a_prompt_of_one(on_host):
+    """As it does from a prompt on the device; or it begins anew."""
+    model = make_model("llama")
+    ids = torch.randint(3, 200, (2, 60))
+    ids[1, :40] = ids[0, :40]
+    expected = model(ids).logits
+    with enabled(model):
+        past = DynamicCache(config=model.config)
+        model(ids[:1, :40], past_key_values=past)
+        got = model(ids[:, 40:], past_key_values=past).logits
+        torch.testing.assert_close(got, expected[:, 40:], atol=2e-4, rtol=2e-4)
+        past = DynamicCache(config=model.config)
+        model(ids[:1], past_key_values=past)
+        past.crop(-60)
+        empty = copy.deepcopy(past)
+        got = model(ids[1:], past_key_values=past).logits
+        torch.testing.assert_close(got, expected[1:], atol=2e-4, rtol=2e-4)
+        empty.batch_repeat_interleave(2)
+        got = model(ids, past_key_values=empty).logits
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_who_tries_tokens_has_the_prompt_on_the_device(on_host, monkeypatch):
+    model, fetched, fetch = make_model("llama"), [], HostPrompt.fetch
+
+    def counted(self, room):
+        fetched.append(bool(self._blocks) and self._on_device is None)
+        fetch(self, room)
+
+    monkeypatch.setattr(HostPrompt, "fetch", counted)
+    ids = torch.tensor([[5, 6, 7, 8] * 25])
+    with enabled(model):
+        model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=30, eos_token_id=None)
+    assert sum(fetched) <= 3 * len(model.model.layers)
+
+
 @pytest.fixture
 def drawing(monkeypatch):
     """Devices draw rows, in Triton's interpreter where there is no GPU."""
@@ -118,12 +195,16 @@ def drawing(monkeypatch):
     return drawn
 
 
-def batch_layer(index, lengths):
-    """Of rows that are there, and a copy of theirs."""
+WINDOW = WindowConfig(sinks=2, local=6, block=4)
+
+
+def batch_layer(index, lengths, keys=None):
+    """Rows that are there, as the drop-in has them; keys: of one."""
     torch.manual_seed(3)
-    layer = BatchLayer(lambda shape: HybridLayer(shape, index, SMALL))
+    layer = BatchLayer(lambda shape: HybridLayer(shape, index, WINDOW), draws_there=True)
     longest = max(lengths)
-    keys, values = torch.randn(2, len(lengths), 2, longest, 16)
+    random, values = torch.randn(2, len(lengths), 2, longest, 16)
+    keys = random if keys is None else keys
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     layer.num_heads = 4
     layer.fill(keys, values)
@@ -131,38 +212,76 @@ def batch_layer(index, lengths):
     return layer
 
 
-def one_step(layer, batch=1):
+def one_step(layer, batch=1, queries=None):
     """Its output, and what went in."""
-    queries, (keys, values) = torch.randn(batch, 4, 1, 16), torch.randn(2, batch, 2, 1, 16)
+    queries = torch.randn(batch, 4, 1, 16) if queries is None else queries
+    keys, values = torch.randn(2, batch, 2, 1, 16)
     given = layer.update(keys, values)
     layer.receive(*given)
     return layer.attend(queries, *given, None, 0.3), (queries, keys, values)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-@pytest.mark.parametrize("lengths", [[200], [150, 90]])
+@pytest.mark.parametrize("lengths", [[100], [90, 60]])
 def test_rows_are_drawn_by_the_device(drawing, lengths):
     """All of them, where the budget is all; contexts grow meanwhile."""
     layer = batch_layer(ScanConfig(2, 1.0, 4, exact_below=0), lengths)
     plain = [row.fork() for row in layer.rows]
-    for _ in range(24):
+    first = [row.far.num_tokens for row in plain]
+    for _ in range(14):
         got, tensors = one_step(layer, len(lengths))
         expected = cache.step(plain, *(x.squeeze(2) for x in tensors), 0.3, None)
         torch.testing.assert_close(got[:, 0], expected, atol=1e-4, rtol=1e-4)
         for row in plain:
-            row.settle()
-    assert drawing == [len(lengths)] * 24
+            row.settle()  # as the drop-in does
+        for row in (*plain, *layer.rows):
+            row.settle(wait=True)
+    assert drawing == [len(lengths)] * 14
+    assert all(row.far.num_tokens > n + 5 for row, n in zip(layer.rows, first, strict=True))
     assert [row.cost for row in layer.rows] == [row.cost for row in plain]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-def test_a_budget_is_kept_by_the_device(drawing):
-    layer = batch_layer(ScanConfig(2, 0.1, 4, exact_below=0), [2000])
+def test_what_the_device_draws_is_what_counts(drawing):
+    """Few rows, by their codes: a few keys that are like the query are among them."""
+    heavy, keys = [300, 700, 1500], torch.randn(1, 2, 2000, 16)
+    queries = 3 * torch.randn(2, 16)
+    keys[0, :, heavy] = 1.5 * queries[:, None]
+    layer = batch_layer(ScanConfig(4, 0.05, 4, exact_below=0), [2000], keys)
+    exact = batch_layer(ScanConfig(4, 1.0, 4, exact_below=0), [2000], keys)
+    queries = queries.repeat_interleave(2, 0)[None, :, None]
+    read = 0
     for _ in range(4):
-        one_step(layer)
-    assert len(drawing) == 4
+        torch.manual_seed(5)
+        got, _ = one_step(layer, queries=queries)
+        drawn = int(layer.scan.scan._totals.sum())
+        torch.manual_seed(5)
+        expected, _ = one_step(exact, queries=queries)
+        assert (got - expected).norm() < 0.02 * expected.norm()
+        rows = layer.rows[0].cost.rows
+        assert rows - read == drawn
+        read = rows
     cost = layer.rows[0].cost
-    assert 0.05 < cost.rows / cost.tokens < 0.2
+    assert 0.02 < cost.rows / cost.tokens < 0.1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_tables_stay_while_segments_do(drawing, monkeypatch):
+    """Of forks too, as beams are at every token."""
+    from magicpig.kv.device_scan import DeviceScan
+
+    filled, fill = [], DeviceScan.fill
+
+    def counted(self, table, codes):
+        filled.append(len(codes))
+        return fill(self, table, codes)
+
+    monkeypatch.setattr(DeviceScan, "fill", counted)
+    layer = batch_layer(ScanConfig(2, 0.1, 4, exact_below=0), [100, 100])
+    for _ in range(3):
+        one_step(layer, 2)
+        layer.batch_select_indices(torch.tensor([0, 0]))
+    assert 1 <= len(filled) <= 2  # the second beam was another
 
 
 def test_hash_tables_are_looked_up_by_the_native_core(drawing):
@@ -172,7 +291,7 @@ def test_hash_tables_are_looked_up_by_the_native_core(drawing):
 
 
 def test_a_copied_cache_has_tables_of_its_own(drawing):
-    layer = batch_layer(ScanConfig(2, 0.1, 4, exact_below=0), [300])
+    layer = batch_layer(ScanConfig(2, 0.1, 4, exact_below=0), [100])
     one_step(layer)
     other = copy.deepcopy(layer)
     assert layer.scan is not None

@@ -46,13 +46,14 @@ def test_it_holds_what_a_prompt_holds(monkeypatch, expected, block):
     shown = torch.rand(31) < 0.5
     for mine, theirs in zip(on_host.row(0, 3, shown), plain.row(0, 3, shown), strict=True):
         assert torch.equal(mine, theirs)
-    other = copy.deepcopy(on_host)
-    other.append(keys, values)
-    assert (other.num_tokens, on_host.num_tokens) == (34, 31)
-    for prompt in (plain, on_host):
-        prompt.crop(4)
-        prompt.append(keys, values)
-    for mine, theirs in zip(on_host.tensors, plain.tensors, strict=True):
+    other, before = copy.deepcopy(on_host), [x.clone() for x in on_host.tensors]
+    other.append(*torch.randn(2, 1, 3, 9, 8))
+    on_host.append(keys, values)
+    for mine, theirs, new in zip(on_host.tensors, before, (keys, values), strict=True):
+        assert torch.equal(mine, torch.cat([theirs, new], 2))
+    there = other.on_device()
+    assert there.num_tokens == other.num_tokens == 40
+    for mine, theirs in zip(there.tensors, other.tensors, strict=True):
         assert torch.equal(mine, theirs)
 
 

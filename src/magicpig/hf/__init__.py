@@ -61,7 +61,9 @@ class _Enabled:
                 new_row = partial(self.plan.new_layer, i, window=self.window)
                 watch = self.plan.of(i).watches_prompts
                 on_host = self.prompts_on_host and self.plan.of(i).on_host
-                ours = BatchLayer(new_row, check=self.check, watch=watch, on_host=on_host)
+                ours = BatchLayer(
+                    new_row, check=self.check, watch=watch, on_host=on_host, draws_there=True
+                )
                 if layer.keys is not None and layer.values is not None:
                     ours.fill(layer.keys, layer.values)
                 cache.layers[i] = ours
@@ -102,7 +104,9 @@ def enable(
     one. window: which tokens stay exact.
 
     Layers without full attention keep the model's own cache. On leaving the context the model is
-    as it was; caches made inside cannot be used outside.
+    as it was; caches made inside cannot be used outside. Host memory that prompts of a model on a
+    GPU were kept in stays pinned for the next ones; torch.accelerator.empty_host_cache() gives it
+    back.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, not {type(model).__name__}")

@@ -25,7 +25,7 @@ from magicpig.hf.tagged import TaggedLayer
 from magicpig.kv.base import LayerShape, SequenceLayer
 from magicpig.kv.host_prompt import HostPrompt
 from magicpig.kv.hybrid_layer import HybridLayer
-from magicpig.kv.prompt import Prompt, padded
+from magicpig.kv.prompt import Prompt, padded, shown
 from magicpig.kv.sequence import step
 from magicpig.kv.tensor_layer import TensorLayer
 
@@ -43,8 +43,10 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     watch: whether to sum up the attention that the prompt's tokens get.
     expected: tokens that a prompt is likely to have.
     check: called before every use; raises when the layer may not be used (any more).
-    on_host: whether the prompt of a batch of one is kept in host memory while it is read.
+    on_host: whether the prompt of a batch of one is kept in host memory while it is read, unless
+        gradients are to come back from it.
     early: whether segments of such a prompt are made while it is read.
+    draws_there: whether rows are drawn by the device, if it can.
 
     following: the next layer with its prompt there, which is told when to fetch it; behind the last
         one the first, for the next part.
@@ -61,10 +63,11 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         watch: bool = False,
         on_host: bool = False,
         early: bool = False,
+        draws_there: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.new_row, self.span, self.watch, self.on_host = new_row, span, watch, on_host
-        self.builds_early = early
+        self.builds_early, self.draws_there = early, draws_there
         self.following: ref[BatchLayer] | None = None
         self.expected, self.check = expected, check
         self.is_sliding = span is not None
@@ -208,10 +211,9 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     def _step(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
-        """As `step`; the device draws the rows, if it can."""
         rows: Sequence[Any] = self.rows
         first, index = rows[0], None
-        if isinstance(first, HybridLayer) and has_triton(first.shape.device):
+        if self.draws_there and isinstance(first, HybridLayer) and has_triton(first.shape.device):
             index = first.far.index
         if not draws_on_gpus(index):
             return step(rows, query, key, value, scale, softcap)
@@ -254,9 +256,9 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             if visible is not None:
                 self.visible = visible[:, : self.num_gathered].cpu()
             first = max(0, self.prompt.num_tokens - (self.num_gathered - self.num_known))
-            shown = None if self.visible is None else self.visible[:, -self.prompt.num_tokens :]
+            still = None if self.visible is None else self.visible[:, -self.prompt.num_tokens :]
             for i, row in enumerate(rows):
-                visible_here = None if shown is None else shown[i]
+                visible_here = None if still is None else still[i]
                 mass = None if self.mass is None else self.mass[i]
                 if mass is not None and visible_here is not None:
                     mass = mass[:, visible_here.to(mass.device)]
@@ -274,7 +276,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         assert self.prompt
         if isinstance(self.prompt, HostPrompt) and isinstance(row, TensorLayer):
             keys, values = self.prompt.tensors
-            return keys[i, :, first:], values[i, :, first:]
+            return shown(keys[i, :, first:], values[i, :, first:], visible, first)
         return self.prompt.row(i, first, visible)
 
     def _check_visible(self, visible: Tensor | None) -> None:
@@ -282,8 +284,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             return
         seen = visible.sum(-1).tolist()
         there = [
-            shown if row.evicts else row.num_tokens + 1
-            for shown, row in zip(seen, self.rows, strict=True)
+            count if row.evicts else row.num_tokens + 1
+            for count, row in zip(seen, self.rows, strict=True)
         ]
         if seen != there:
             raise ValueError(
@@ -294,6 +296,8 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
     def _gather(self, like: Tensor) -> None:
         """Turns sequences back into a prompt, at the places where they stood."""
         if self.prompt:
+            if isinstance(self.prompt, HostPrompt) and len(like) != 1:
+                self.prompt = self.prompt.on_device()
             return
         if not self.rows:
             self.prompt = self._new_prompt(len(like))
@@ -314,7 +318,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
         self.num_known = self.num_gathered = self.num_seen
 
     def _new_prompt(self, batch: int) -> Prompt | HostPrompt:
-        if self.on_host and batch == 1:
+        if self.on_host and batch == 1 and not torch.is_grad_enabled():
             return HostPrompt(self.expected)
         return Prompt(self.span - 1 if self.span else None, self.expected)
 
@@ -335,6 +339,9 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
                 shape = self.rows[0].shape
                 self._gather(torch.empty(0, dtype=shape.dtype, device=shape.device))
             assert self.prompt
+            self.on_host = False  # whoever tries tokens will try more
+            if isinstance(self.prompt, HostPrompt):
+                self.prompt = self.prompt.on_device()
             self.prompt.crop(-tokens_to_remove)
             self.early = None
             if self.mass is not None:
@@ -350,9 +357,7 @@ class BatchLayer(TaggedLayer):  # type: ignore[no-untyped-call]
             self.rows = [self.rows[i].fork() for i in indices.tolist()]
         elif self.prompt:
             if isinstance(self.prompt, HostPrompt):
-                there, self.prompt = self.prompt, Prompt()
-                self.prompt.append(*there.tensors)
-                there.release()
+                self.prompt = self.prompt.on_device()
             self.prompt.select(indices)
             self.known = [self.known[i].fork() for i in indices.tolist()] if self.known else []
             if self.mass is not None:

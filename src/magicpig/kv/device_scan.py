@@ -23,7 +23,7 @@ from magicpig.kv.tray import Drawn
 
 SEGMENTS, CHUNKS = 40, 32  # of a sequence, at most
 ROOMIER = 9  # eighths of a context's length that there is room for
-MOST_KEPT = 4  # of scans, by a thread
+MOST_KEPT = 16  # of scans, by a thread
 # As in threshold.cpp: of an eighth of the keys, so many blocks at least, and at most.
 SHARE, LEAST_BLOCKS, MOST_BLOCKS = 8, 64, 256
 
@@ -55,6 +55,11 @@ class DeviceCodes:
     def segments(self) -> list[tuple[Tensor, int]]:
         """Codes and tokens."""
         return [(copy.there, tokens) for copy, tokens in self._held]
+
+    @property
+    def places(self) -> list[tuple[ref[_Copy], int]]:
+        """Equal to what it was, and to that of forks, while segments are where they were."""
+        return [(ref(copy), tokens) for copy, tokens in self._held]
 
 
 def _copy_of(codes: Any, device: torch.device) -> _Copy:
@@ -168,12 +173,14 @@ def scan_for(batch: int, shape: LayerShape, index: ScanConfig, tokens: int) -> D
     """This thread's, for contexts of so many tokens."""
     scans: dict[Any, DeviceScan] = _kept.__dict__.setdefault("scans", {})
     key = batch, shape, index
-    if key not in scans or scans[key].tokens < tokens:
-        scans.pop(key, None)
+    found = scans.pop(key, None)
+    if found is None or found.tokens < tokens:
+        found = None
         if len(scans) >= MOST_KEPT:
             del scans[next(iter(scans))]
-        scans[key] = DeviceScan(batch, shape, index, with_room(tokens))
-    return scans[key]
+        found = DeviceScan(batch, shape, index, with_room(tokens))
+    scans[key] = found  # behind those that were not used since
+    return found
 
 
 class LayerScan:
@@ -183,13 +190,17 @@ class LayerScan:
         self.scan = scan
         self._host, self._there = scan.new_table()
         self._codes: list[ref[DeviceCodes]] = []  # their sequences' to keep
+        self._places: list[Any] = []
         self._fits = False
 
     def prepare(self, codes: list[DeviceCodes]) -> None:
         """For these sequences; nothing to do where they are those of the step before."""
         if [known() for known in self._codes] == codes:
             return
-        self._codes = [ref(each) for each in codes]
+        self._codes, before = [ref(each) for each in codes], self._places
+        self._places = [each.places for each in codes]
+        if self._places == before:
+            return
         self._fits = self.scan.fill(self._host, codes)
         if not self._fits:
             self._host.memory.zero_()  # nothing to draw from

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from magicpig.kv.courier import Errand, courier
+from magicpig.kv.prompt import Prompt, shown
 
 State = tuple[Tensor, Tensor]  # keys and values
 BLOCK, SMALL_BLOCK = 8 << 20, 1 << 20  # bytes of keys, or of values
@@ -70,7 +71,8 @@ class HostPrompt:
             self._courier, self._block_tokens = courier(like.device), tokens_of(size, token_bytes)
         shape = (self._block_tokens, *like.shape[1:])
         while len(self._blocks) * self._block_tokens < tokens:
-            keys, values = (self._courier.host_memory(shape, like.dtype) for _ in range(2))
+            with torch.inference_mode(False):  # other tokens may come outside of it
+                keys, values = (self._courier.host_memory(shape, like.dtype) for _ in range(2))
             self._blocks.append((keys, values))
 
     def _stretches(self, first: int, last: int) -> Iterator[tuple[slice, State]]:
@@ -139,17 +141,20 @@ class HostPrompt:
         keys, values = (x[: self.num_tokens].transpose(0, 1)[None] for x in self._arrived())
         return keys, values
 
+    def on_device(self) -> Prompt:
+        """All of it, for good."""
+        prompt = Prompt()
+        prompt.append(*self.tensors)
+        self.release()
+        return prompt
+
     def row(self, i: int, first: int, visible: Tensor | None) -> State:
         """Keys and values [kv_heads, tokens, dim] from token `first` on, in host memory.
 
         visible: as of Prompt.
         """
         assert i == 0
-        keys, values = self.here(first, self.num_tokens)
-        if visible is None:
-            return keys, values
-        shown = visible[first:]
-        return keys[:, shown], values[:, shown]
+        return shown(*self.here(first, self.num_tokens), visible, first)
 
     def here(self, first: int, last: int) -> State:
         """Keys and values [kv_heads, tokens, dim] in host memory, copied if they are in several
@@ -191,6 +196,3 @@ class HostPrompt:
     def keys_there(self, first: int, last: int) -> Tensor:
         """Keys [kv_heads, tokens, dim] on the device, before they are released."""
         return self._arrived()[0][first:last].transpose(0, 1)
-
-    def crop(self, tokens: int) -> None:
-        self.num_tokens = max(0, self.num_tokens - tokens)

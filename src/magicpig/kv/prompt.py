@@ -65,11 +65,8 @@ class Prompt:
 
         visible: bool [tokens], which of all the row's tokens to take; None: all.
         """
-        keys, values = (tensor[i, :, first:] for tensor in self.tensors)
-        if visible is None:
-            return keys, values
-        shown = visible[first:].to(keys.device)
-        return keys[:, shown], values[:, shown]
+        keys, values = self.tensors
+        return shown(keys[i, :, first:], values[i, :, first:], visible, first)
 
     def select(self, indices: Tensor) -> None:
         """Keeps these rows, in this order."""
@@ -78,6 +75,16 @@ class Prompt:
 
     def crop(self, tokens: int) -> None:
         self.num_tokens = max(0, self.num_tokens - tokens)
+
+
+def shown(
+    keys: Tensor, values: Tensor, visible: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """Those that are visible of keys and values [kv_heads, tokens, dim] from token `first` on."""
+    if visible is None:
+        return keys, values
+    here = visible[first:].to(keys.device)
+    return keys[:, here], values[:, here]
 
 
 def padded(rows: list[tuple[Tensor, Tensor]], visible: Tensor | None) -> tuple[Tensor, Tensor]:
