@@ -196,6 +196,8 @@ def drawing(monkeypatch):
 
 
 WINDOW = WindowConfig(sinks=2, local=6, block=4)
+CUDA = torch.cuda.is_available()
+DEVICE, TOLERANCE = ("cuda", 2e-3) if CUDA else ("cpu", 1e-4)
 
 
 def batch_layer(index, lengths, keys=None):
@@ -203,8 +205,8 @@ def batch_layer(index, lengths, keys=None):
     torch.manual_seed(3)
     layer = BatchLayer(lambda shape: HybridLayer(shape, index, WINDOW), draws_there=True)
     longest = max(lengths)
-    random, values = torch.randn(2, len(lengths), 2, longest, 16)
-    keys = random if keys is None else keys
+    random, values = torch.randn(2, len(lengths), 2, longest, 16).to(DEVICE)
+    keys = random if keys is None else keys.to(DEVICE)
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     layer.num_heads = 4
     layer.fill(keys, values)
@@ -214,8 +216,8 @@ def batch_layer(index, lengths, keys=None):
 
 def one_step(layer, batch=1, queries=None):
     """Its output, and what went in."""
-    queries = torch.randn(batch, 4, 1, 16) if queries is None else queries
-    keys, values = torch.randn(2, batch, 2, 1, 16)
+    queries = (torch.randn(batch, 4, 1, 16) if queries is None else queries).to(DEVICE)
+    keys, values = torch.randn(2, batch, 2, 1, 16).to(DEVICE)
     given = layer.update(keys, values)
     layer.receive(*given)
     return layer.attend(queries, *given, None, 0.3), (queries, keys, values)
@@ -231,7 +233,7 @@ def test_rows_are_drawn_by_the_device(drawing, lengths):
     for _ in range(14):
         got, tensors = one_step(layer, len(lengths))
         expected = cache.step(plain, *(x.squeeze(2) for x in tensors), 0.3, None)
-        torch.testing.assert_close(got[:, 0], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got[:, 0], expected, atol=TOLERANCE, rtol=TOLERANCE)
         for row in plain:
             row.settle()  # as the drop-in does
         for row in (*plain, *layer.rows):
