@@ -359,23 +359,25 @@ def main() -> None:
     print(f", streamed read {bench.roof / 1e9:.1f} GB/s; {args.model}\n")
     points: list[Point] = []
     wanted = [(c, s) for c in contexts for s in args.systems]
-    for context, system in track(wanted, "systems", console=console):
-        for point in bench.points(system, context, budgets, batches, args.seconds):
-            points.append(point)
-            if args.json:
-                args.json.write_text(json.dumps([asdict(p) for p in points], indent=1))
+    try:
+        for context, system in track(wanted, "systems", console=console):
+            for point in bench.points(system, context, budgets, batches, args.seconds):
+                points.append(point)
+                if args.json:
+                    args.json.write_text(json.dumps([asdict(p) for p in points], indent=1))
+                if args.stop_after and time.perf_counter() - start > args.stop_after:
+                    break
+            let_go(bench.device)
             if args.stop_after and time.perf_counter() - start > args.stop_after:
+                stopped = f"stopped after {args.stop_after:.0f} s, at {system}, {context:,} tokens"
+                console.print(stopped)
                 break
-        let_go(bench.device)
-        if args.stop_after and time.perf_counter() - start > args.stop_after:
-            console.print(f"stopped after {args.stop_after:.0f} s, at {system}, {context:,} tokens")
-            break
-    print(table(points))
-    print()
-    print(best_table(points, budgets))
-    spent, stolen = (now - then for now, then in zip(cpu_time(), times, strict=True))
-    if spent:
-        print(f"\nOf the CPUs' time {stolen / spent:.1%} went to other guests of the machine.")
+    finally:  # what there is, if it is ended too
+        if points:
+            print(f"{table(points)}\n\n{best_table(points, budgets)}")
+        spent, stolen = (now - then for now, then in zip(cpu_time(), times, strict=True))
+        if spent:
+            print(f"\nOf the CPUs' time {stolen / spent:.1%} went to other guests of the machine.")
     if args.plot:
         plot(points, args.plot)
 
