@@ -183,6 +183,17 @@ def test_a_text_is_itself_wherever_it_stands(model, tmp_path, tiny_window):
     assert_one_line(result, "has results of another text named 'a.txt'")
 
 
+def test_texts_of_one_name_are_told_apart(model, tmp_path, tiny_window):
+    arguments = ["perplexity", "--model", model, "--tokens", "150", "--methods", "full"]
+    for folder, word in (("x", "fox"), ("y", "dog")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(f"The quick brown {word} jumps. " * 9)
+        arguments += ["--file", tmp_path / folder / "a.txt"]
+    result = evaluate(*arguments, "--out", tmp_path / "results")
+    assert result.exit_code == 0, result.output
+    assert [line["task"] for line in lines(tmp_path / "results")] == ["x/a.txt", "y/a.txt"]
+
+
 def test_what_cannot_be_done_is_told_first(model, tmp_path, tiny_window):
     """Before a task that can be done takes its time."""
     arguments = ["ruler", "--tasks", "niah_single_1,cwe", "--lengths", "300", "--samples", 1]

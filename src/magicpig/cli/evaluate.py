@@ -151,6 +151,15 @@ def reasoning(
     )
 
 
+def _names(files: list[Path]) -> list[str]:
+    """As short as they differ: of a file, with as many of its folders as it takes."""
+    parts = [path.resolve().parts for path in files]
+    depth = 1
+    while len({each[-depth:] for each in parts}) < len(files):
+        depth += 1
+    return ["/".join(each[-depth:]) for each in parts]
+
+
 @app.command()
 @reported
 def perplexity(
@@ -180,7 +189,7 @@ def perplexity(
     if len({path.resolve() for path in file}) < len(file):
         raise ValueError("--file names a text twice: its samples would be no two")
     evaluating.perplexity(
-        [Text(path.name, read_text(path)) for path in file],
+        [Text(name, read_text(path)) for name, path in zip(_names(file), file, strict=True)],
         one_length("--tokens", tokens),
         evaluating.Settings(model, methods, [], 1, "easy", layer_list(dense_layers), 0),
         evaluating.Machine(out, None, device, dtype, threads, as_json),
