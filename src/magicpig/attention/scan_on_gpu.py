@@ -66,7 +66,7 @@ def _dot4(word, four, acc, FAST: tl.constexpr):
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     for i in tl.static_range(4):
-        acc += ((word >> (8 * i)) & 255) * ((four << (24 - 8 * i)) >> 24)
+        acc += ((word >> (8 * i)) & 255).to(tl.int32) * ((four << (24 - 8 * i)) >> 24)
     return acc
 
 
@@ -81,71 +81,72 @@ def _key_at(places, tokens):
 
 @triton.jit
 def _weigh(
-    address, places, mask, queries, row, kv_head, tokens, codes, lines, scale,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    CODED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, FAST: tl.constexpr,
+    address, places, mask, queries, head, kv_head, tokens, codes, lines, scale,
+    DIM: tl.constexpr, WIDE: tl.constexpr, CODED: tl.constexpr, BITS: tl.constexpr,
+    COUNT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Logs [HEADS, COUNT] of the weights of keys at such places, for the heads of one KV head."""
+    """Logs [COUNT] of the weights of keys at such places, for a head of the batch; anything where
+    the mask hides it."""
     LINES: tl.constexpr = CODED * BITS // 32
     STRIDE: tl.constexpr = LINES * 16 + 32  # words of a block
     PADDED: tl.constexpr = (DIM + 15) // 16 * 16
     blocks = (tokens + 15) // 16
     head_words = blocks.to(tl.int64) * STRIDE + 2 * PADDED
     base = address.to(tl.pointer_type(tl.int32)) + kv_head * head_words
-    heads, dims = tl.arange(0, HEADS), tl.arange(0, WIDE)
-    first = (row * tl.num_programs(1) + kv_head) * GROUP
     at = base + places // 16 * STRIDE + places % 16
-    acc = tl.zeros([HEADS, COUNT], tl.int32)
-    mine = codes.to(tl.pointer_type(tl.int32)) + (first + heads) * (CODED // 4)
-    for line in tl.static_range(LINES):
-        words = tl.load(at + line * 16, mask=mask, other=0)
-        for g in tl.static_range(8 // BITS):
-            four = tl.load(mine + line * (8 // BITS) + g, mask=heads < GROUP, other=0)
-            part = (words >> (BITS * g)) & (0x01010101 * ((1 << BITS) - 1))
-            acc = _dot4(
-                part[None, :] + tl.zeros_like(acc), four[:, None] + tl.zeros_like(acc), acc, FAST
-            )
-    factor = tl.load(at + LINES * 16, mask=mask, other=0).to(tl.float32, bitcast=True)
-    bias = tl.load(at + LINES * 16 + 16, mask=mask, other=0).to(tl.float32, bitcast=True)
+    at = tl.max_contiguous(tl.multiple_of(at, 16), 16)  # a thread may read four words at once
+    mine = codes.to(tl.pointer_type(tl.int32)) + head * (CODED // 4)
+    acc = tl.zeros([COUNT], tl.int32)
+    for g in tl.static_range(8 // BITS):
+        part = tl.zeros([COUNT], tl.int32)
+        for line in tl.static_range(LINES):
+            words = tl.load(at + line * 16, mask=mask).to(tl.uint32, bitcast=True)
+            four = tl.load(mine + line * (8 // BITS) + g)
+            # Bits stay where they are in their bytes, and products are that much too large.
+            some = words & (0x01010101 * ((1 << BITS) - 1) << BITS * g)
+            part = _dot4(some, four + tl.zeros_like(part), part, FAST)
+        acc += part >> (BITS * g)
+    factor = tl.load(at + LINES * 16, mask=mask).to(tl.float32, bitcast=True)
+    bias = tl.load(at + LINES * 16 + 16, mask=mask).to(tl.float32, bitcast=True)
     mean = (base + blocks.to(tl.int64) * STRIDE).to(tl.pointer_type(tl.float32))
-    q = tl.load(
-        queries + (first + heads)[:, None] * DIM + dims[None, :],
-        mask=(heads < GROUP)[:, None] & (dims < DIM)[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    dims = tl.arange(0, WIDE)
+    q = tl.load(queries + head * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     mean_key = tl.load(mean + dims, mask=dims < DIM, other=0.0)
-    product = scale * tl.sum(q * mean_key[None, :], 1)
-    slope = tl.load(lines + 2 * (first + heads), mask=heads < GROUP, other=0.0)
-    offset = tl.load(lines + 2 * (first + heads) + 1, mask=heads < GROUP, other=0.0)
-    score = acc.to(tl.float32) * slope[:, None] + offset[:, None]
-    return factor[None, :] * score + bias[None, :] + product[:, None]
+    score = acc.to(tl.float32) * tl.load(lines + 2 * head) + tl.load(lines + 2 * head + 1)
+    return factor * score + (bias + scale * tl.sum(q * mean_key, 0))
+
+
+@triton.jit
+def _uniform(places, key):
+    """Numbers in (0, 1), by such places; as the native core makes them."""
+    x = (places ^ key).to(tl.uint32, bitcast=True) * 0x9E3779B1
+    x = (x ^ (x >> 15)) + key.to(tl.uint32, bitcast=True)
+    x = x * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return (x >> 9).to(tl.float32) * 2**-23 + 2**-24
 
 
 @triton.jit
 def _sample(
     segments, chunks, number, queries, codes, lines, logs, room, scale,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    CODED: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, FAST: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CODED: tl.constexpr,
+    BITS: tl.constexpr, CHUNK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Weighs some keys of segments: blocks from all over a sequence."""
-    kv_head = tl.program_id(1)
-    heads, lanes = tl.arange(0, HEADS), tl.arange(0, CHUNK)
-    for chunk in range(tl.program_id(0), tl.load(number).to(tl.int32), tl.num_programs(0)):
+    """Weighs some keys of segments for a head: blocks from all over a sequence."""
+    own, lanes = tl.program_id(0), tl.arange(0, CHUNK)
+    for chunk in range(tl.program_id(1), tl.load(number).to(tl.int32), tl.num_programs(1)):
         segment = tl.load(chunks + 18 * chunk)
         place = tl.load(chunks + 18 * chunk + 1)
-        row = tl.load(segments + 4 * segment + 1)
-        tokens = tl.load(segments + 4 * segment + 2)
-        block = tl.load(chunks + 18 * chunk + 2 + lanes // 16)
+        tokens = tl.load(segments + 4 * segment + 2).to(tl.int32)
+        head = tl.load(segments + 4 * segment + 1) * tl.num_programs(0) + own
+        block = tl.load(chunks + 18 * chunk + 2 + lanes // 16).to(tl.int32)
         places = block * 16 + lanes % 16
         mask = (block >= 0) & (_key_at(places, tokens) < tokens)
         found = _weigh(
-            tl.load(segments + 4 * segment), places, mask, queries, row, kv_head, tokens, codes,
-            lines, scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, CHUNK, FAST,
+            tl.load(segments + 4 * segment), places, mask, queries, head, own // GROUP, tokens,
+            codes, lines, scale, DIM, WIDE, CODED, BITS, CHUNK, FAST,
         )  # fmt: skip
-        head = (row * tl.num_programs(1) + kv_head) * GROUP + heads
-        to = logs + head[:, None] * room + place * CHUNK + lanes[None, :]
-        found = tl.where(mask[None, :], found, -float("inf"))
-        tl.store(to, found, mask=(heads < GROUP)[:, None])
+        tl.store(logs + head * room + place * CHUNK + lanes, tl.where(mask, found, -float("inf")))
 
 
 @triton.jit
@@ -181,39 +182,37 @@ def _draw(
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     CODED: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows of pieces of segments, for the heads of one KV head."""
-    kv_head = tl.program_id(1)
-    heads, lanes = tl.arange(0, HEADS), tl.arange(0, PIECE)
-    real = heads < GROUP
-    for item in range(tl.program_id(0), tl.load(number).to(tl.int32), tl.num_programs(0)):
+    """Rows of pieces of segments, for a head. Heads of a group come one after another, as they read
+    the same codes."""
+    own, lanes = tl.program_id(0), tl.arange(0, PIECE)
+    group = tl.arange(0, HEADS)
+    for item in range(tl.program_id(1), tl.load(number).to(tl.int32), tl.num_programs(1)):
         segment = tl.load(items + 2 * item)
-        piece = tl.load(items + 2 * item + 1)  # of the segment
-        row = tl.load(segments + 4 * segment + 1)
-        tokens = tl.load(segments + 4 * segment + 2)
-        there = tl.load(segments + 4 * segment + 3) + piece  # of the sequence
+        piece = tl.load(items + 2 * item + 1).to(tl.int32)  # of the segment
+        tokens = tl.load(segments + 4 * segment + 2).to(tl.int32)
+        there = tl.load(segments + 4 * segment + 3).to(tl.int32) + piece  # of the sequence
+        first = tl.load(segments + 4 * segment + 1) * tl.num_programs(0)
+        head = first + own
         places = piece * PIECE + lanes
         keys = _key_at(places, tokens)
-        mask = keys < tokens
+        there_are = places // 16 < (tokens + 15) // 16  # whole blocks, the last one padded
         logs = _weigh(
-            tl.load(segments + 4 * segment), places, mask, queries, row, kv_head, tokens, codes,
-            lines, scale, GROUP, HEADS, DIM, WIDE, CODED, BITS, PIECE, FAST,
+            tl.load(segments + 4 * segment), places, there_are, queries, head, own // GROUP, tokens,
+            codes, lines, scale, DIM, WIDE, CODED, BITS, PIECE, FAST,
         )  # fmt: skip
-        head = (row * tl.num_programs(1) + kv_head) * GROUP + heads
-        threshold = tl.load(thresholds + head, mask=real, other=0.0)
-        log_p = tl.minimum(tl.maximum(logs - threshold[:, None], LOG_LEAST), 0.0)
-        hashed = tl.xor_sum(tl.load(hashes + head, mask=real, other=0), 0)
-        uniform = tl.rand(hashed, (there * PIECE + lanes).to(tl.int32))  # the same for all heads
-        drawn = (uniform[None, :] < tl.exp(log_p)) & mask[None, :] & real[:, None]
-        place = tl.cumsum(drawn.to(tl.int32), 1) - 1
-        count = tl.sum(drawn.to(tl.int32), 1)
-        start = tl.atomic_add(totals + head, count, mask=real, sem="relaxed")
-        tl.store(starts + head * pieces + there, start, mask=real)
-        tl.store(counts + head * pieces + there, count, mask=real)
-        to = start[:, None] + place
+        log_p = tl.minimum(tl.maximum(logs - tl.load(thresholds + head), LOG_LEAST), 0.0)
+        asked = hashes + first + own // GROUP * GROUP + group
+        key = tl.xor_sum(tl.load(asked, mask=group < GROUP, other=0), 0)
+        uniform = _uniform(there * PIECE + lanes, key)  # the same for the group
+        drawn = (uniform < tl.exp(log_p)) & (keys < tokens)
+        count = tl.sum(drawn.to(tl.int32), 0)
+        start = tl.atomic_add(totals + head, count, sem="relaxed")
+        tl.store(starts + head * pieces + there, start)
+        tl.store(counts + head * pieces + there, count)
+        to = start + tl.cumsum(drawn.to(tl.int32), 0) - 1
         fits = drawn & (to < room)
-        at = head[:, None] * room + to
-        tl.store(ids + at, (keys[None, :] + tl.zeros_like(at)).to(tl.int16), mask=fits)
-        tl.store(log_probability + at, log_p, mask=fits)
+        tl.store(ids + head * room + to, keys.to(tl.int16), mask=fits)
+        tl.store(log_probability + head * room + to, log_p, mask=fits)
 
 
 class Drawing:
@@ -281,7 +280,6 @@ class Drawing:
         )  # fmt: skip
         same = {
             "GROUP": group,
-            "HEADS": triton.next_power_of_2(group),
             "DIM": dim,
             "WIDE": wide(dim),
             "CODED": coded,
@@ -292,17 +290,17 @@ class Drawing:
         log_probability, starts, counts, totals, ids = self.parts
         # Of this layer alone: recorded steps of all sizes share the memory.
         logs = torch.empty(count, self.sample, device=queries.device)
-        _sample[16 * self.batch, self.kv_heads](
+        _sample[self.heads, 16 * self.batch](
             table.segments, table.chunks, table.numbers, *asked, logs, self.sample,
             scale, CHUNK=CHUNK, **same,
         )  # fmt: skip
         _threshold[(count,)](
             logs, table.sizes, self.thresholds, totals, self.heads, ROOM=self.sample, num_warps=8,
         )  # fmt: skip
-        _draw[128 * self.batch, self.kv_heads](
+        _draw[self.heads, 128 * self.batch](
             table.segments, table.items, table.numbers[1:], *asked, self.hashes, self.thresholds,
             ids, log_probability, starts, counts, totals, self.room, self.pieces, scale,
-            PIECE=PIECE, num_warps=8, **same,
+            HEADS=triton.next_power_of_2(group), PIECE=PIECE, num_warps=8, **same,
         )  # fmt: skip
 
 
