@@ -181,3 +181,27 @@ def test_thresholds_are_the_native_cores():
         off = [log - here[row] for row, log in there if max(log, here.get(row, 0.0)) < -0.7]
         assert len(off) > 50
         assert abs(sum(off) / len(off)) < 0.008
+
+
+def test_grids_are_no_larger_than_gpus_take():
+    """Of batches that the engine may have: their second axis has 65,535 programs at the most."""
+    from magicpig.attention import scan_on_gpu
+
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    rotation = reference.rotation(ScanConfig(2), 32)[:, :32].float().contiguous()
+    drawing = scan_on_gpu.Drawing(5000, 2, 1, rotation, 2, 0, 4, 2, 256)
+    kernels = "_prepare", "_sample", "_threshold", "_draw"
+    with pytest.MonkeyPatch.context() as patched:
+        for name in kernels:
+            patched.setattr(scan_on_gpu, name, Kernel())
+        sizes = 1, 4, 4, 8
+        table = scan_on_gpu.Table(torch.zeros(scan_on_gpu.Table.words(*sizes)).long(), *sizes)
+        drawing.draw(torch.zeros(5000, 2, 32), table, 0.1)
+    assert len(grids) == 4
+    assert all(grid[1] <= 65535 for grid in grids if len(grid) > 1)

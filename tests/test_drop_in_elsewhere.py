@@ -286,6 +286,45 @@ def test_tables_stay_while_segments_do(drawing, monkeypatch):
     assert 1 <= len(filled) <= 2  # the second beam was another
 
 
+def test_tables_that_were_not_filled_are_not_drawn_by(drawing, monkeypatch):
+    """Ctrl-C in the middle: the next step fills them."""
+    from magicpig.kv.device_scan import DeviceScan, LayerScan
+
+    layer = batch_layer(ScanConfig(2, 0.1, 4, exact_below=0), [100])
+    other = batch_layer(ScanConfig(2, 0.1, 4, exact_below=0), [100])
+    one_step(layer)
+    codes, before = ([row.codes_there for row in each.rows] for each in (layer, other))
+    scan, fill = LayerScan(layer.scan.scan), DeviceScan.fill
+    scan.prepare(before)
+    filled = []
+
+    def interrupted(self, table, codes):
+        filled.append(codes)
+        if len(filled) == 1:
+            raise KeyboardInterrupt
+        return fill(self, table, codes)
+
+    monkeypatch.setattr(DeviceScan, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scan.prepare(codes)
+    assert scan.drawn is None
+    for again in (codes, before):
+        scan.prepare(again)
+        assert scan.drawn is not None
+    assert filled == [codes, codes, before]
+
+
+@pytest.mark.parametrize("index", [EVERYTHING, ScanConfig(2, 0.5, 4, exact_below=0)])
+def test_steps_with_gradients(index):
+    layer = BatchLayer(lambda shape: HybridLayer(shape, index, WINDOW))
+    keys, values = torch.randn(2, 1, 2, 200, 16, device=DEVICE, requires_grad=True)
+    layer.num_heads = 4
+    layer.fill(keys, values)
+    got, _ = one_step(layer)
+    assert got.isfinite().all()
+    assert layer.rows[0].far.num_tokens > 150
+
+
 def test_hash_tables_are_looked_up_by_the_native_core(drawing):
     layer = batch_layer(EVERYTHING, [200])
     one_step(layer)

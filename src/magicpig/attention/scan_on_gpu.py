@@ -20,6 +20,7 @@ from magicpig.attention.kernel_sizes import wide
 BLOCK = 16  # keys, coded together
 PIECE = 1024  # keys that a program draws from; the native core has the same number
 CHUNK = 256  # keys of a sample that a program weighs
+MOST_PROGRAMS = 65535  # along a grid's second axis
 LOG_LEAST = tl.constexpr(-16 * math.log(2))
 
 
@@ -140,12 +141,13 @@ def _sample(
         tokens = tl.load(segments + 4 * segment + 2).to(tl.int32)
         head = tl.load(segments + 4 * segment + 1) * tl.num_programs(0) + own
         block = tl.load(chunks + 18 * chunk + 2 + lanes // 16).to(tl.int32)
+        block = tl.max_constancy(block, 16)
         places = block * 16 + lanes % 16
-        mask = (block >= 0) & (_key_at(places, tokens) < tokens)
         found = _weigh(
-            tl.load(segments + 4 * segment), places, mask, queries, head, own // GROUP, tokens,
-            codes, lines, scale, DIM, WIDE, CODED, BITS, CHUNK, FAST,
+            tl.load(segments + 4 * segment), places, block >= 0, queries, head, own // GROUP,
+            tokens, codes, lines, scale, DIM, WIDE, CODED, BITS, CHUNK, FAST,
         )  # fmt: skip
+        mask = (block >= 0) & (_key_at(places, tokens) < tokens)
         tl.store(logs + head * room + place * CHUNK + lanes, tl.where(mask, found, -float("inf")))
 
 
@@ -290,14 +292,14 @@ class Drawing:
         log_probability, starts, counts, totals, ids = self.parts
         # Of this layer alone: recorded steps of all sizes share the memory.
         logs = torch.empty(count, self.sample, device=queries.device)
-        _sample[self.heads, 16 * self.batch](
+        _sample[self.heads, min(16 * self.batch, MOST_PROGRAMS)](
             table.segments, table.chunks, table.numbers, *asked, logs, self.sample,
             scale, CHUNK=CHUNK, **same,
         )  # fmt: skip
         _threshold[(count,)](
             logs, table.sizes, self.thresholds, totals, self.heads, ROOM=self.sample, num_warps=8,
         )  # fmt: skip
-        _draw[self.heads, 128 * self.batch](
+        _draw[self.heads, min(128 * self.batch, MOST_PROGRAMS)](
             table.segments, table.items, table.numbers[1:], *asked, self.hashes, self.thresholds,
             ids, log_probability, starts, counts, totals, self.room, self.pieces, scale,
             HEADS=triton.next_power_of_2(group), PIECE=PIECE, num_warps=8, **same,

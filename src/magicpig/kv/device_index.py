@@ -254,6 +254,7 @@ def _sorted_as_should_be(
     return all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
 
 
+@torch.no_grad()
 def hash_keys(keys: Tensor, lsh: LSHConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Of keys [num_kv_heads, tokens, head_dim]: their means [num_kv_heads, head_dim]; and of keys
     less those, one over their norms [num_kv_heads, tokens], and signs of their projections, int16

@@ -197,14 +197,15 @@ class LayerScan:
         """For these sequences; nothing to do where they are those of the step before."""
         if [known() for known in self._codes] == codes:
             return
-        self._codes, before = [ref(each) for each in codes], self._places
-        self._places = [each.places for each in codes]
-        if self._places == before:
-            return
-        self._fits = self.scan.fill(self._host, codes)
-        if not self._fits:
-            self._host.memory.zero_()  # nothing to draw from
-        self._there.memory.copy_(self._host.memory, non_blocking=True)
+        places = [each.places for each in codes]
+        if places != self._places:
+            self._codes, self._places, self._fits = [], [], False  # until it is there
+            fits = self.scan.fill(self._host, codes)
+            if not fits:
+                self._host.memory.zero_()  # nothing to draw from
+            self._there.memory.copy_(self._host.memory, non_blocking=True)
+            self._places, self._fits = places, fits
+        self._codes = [ref(each) for each in codes]
 
     def draw(self, queries: Tensor, scale: float) -> None:
         """See DeviceScan."""
