@@ -27,6 +27,17 @@ def argument(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return converted
 
 
+def of_a_model(text: str) -> argparse.ArgumentParser:
+    """For a script of which the text tells: with a model's geometry and a device."""
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model, device = argument(a_model), argument(a_device)
+    parser.add_argument("--model", type=model, default="llama-3.1-8b", help="its geometry")
+    parser.add_argument("--device", type=device, default="cuda", help="cuda or cpu")
+    return parser
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"must be a whole number from 1, not {text!r}")

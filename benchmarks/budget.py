@@ -10,14 +10,13 @@ memory beyond the limit, so that too small an estimate shows as an error.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
-from arguments import a_device, a_method, a_model, argument, new_file, positive
+from arguments import a_method, argument, new_file, of_a_model, positive
 from ending import run_script
 from machine import hardware
 from rich.console import Console
@@ -72,13 +71,7 @@ def run(llm: LLM, context: int, new_tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
-    )
-    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
+    parser = of_a_model(__doc__)
     context = argument(partial(one_length, "the context"))
     parser.add_argument("--context", type=context, default="96k")
     parser.add_argument("--method", type=argument(a_method), default="scan:2:1%")

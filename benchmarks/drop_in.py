@@ -12,7 +12,6 @@ parts and records its steps; here kernels are launched one by one, by transforme
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -21,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
-from arguments import a_device, a_method, a_model, argument, new_file, positive
+from arguments import a_method, argument, new_file, of_a_model, positive
 from ending import run_script
 from machine import hardware
 from rich.console import Console
@@ -29,7 +28,6 @@ from rich.progress import track
 from throughput import Bench
 from transformers import DynamicCache
 
-import magicpig
 from magicpig import hf
 from magicpig.cli.inputs import length_list
 
@@ -122,22 +120,13 @@ def table(points: list[Point]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
-    )
-    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
+    parser = of_a_model(__doc__)
     parser.add_argument("--contexts", type=argument(length_list), default="16k,32k")
     parser.add_argument("--systems", type=argument(a_system), nargs="+", default=list(SYSTEMS))
     parser.add_argument("--steps", type=argument(positive), default=30)
     parser.add_argument("--json", type=argument(new_file))
     args = parser.parse_args()
-    print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
-    if args.device == "cuda":
-        print(f", {torch.cuda.get_device_name()}", end="")
-    print(f"; {args.model}\n")
+    print(f"{hardware(args.device)}; {args.model}\n")
     bench = Bench(args.model, args.device)
     points = []
     for context in args.contexts:

@@ -4,16 +4,22 @@ import os
 import platform
 from pathlib import Path
 
+import torch
+
 import magicpig
 
 
-def hardware() -> str:
+def hardware(device: str | None = None) -> str:
+    """device: cuda or cpu, on which a model is to run, with as many threads beside it."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         model = names[0].split(":")[1].strip() if names else model
-    return f"{model}, {len(os.sched_getaffinity(0))} CPUs, ISA {magicpig.isa()}"
+    told = f"{model}, {len(os.sched_getaffinity(0))} CPUs, ISA {magicpig.isa()}"
+    threads = f", {magicpig.num_threads()} threads" if device else ""
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    return told + threads + gpu
 
 
 def cpu_time() -> tuple[int, int]:

@@ -11,7 +11,6 @@ prompt finds it; and over plain. "peak": GPU memory beyond the weights.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -19,14 +18,13 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-from arguments import a_device, a_method, a_model, argument, new_file, positive
+from arguments import a_method, argument, new_file, of_a_model, positive
 from ending import run_script
 from machine import hardware
 from rich.console import Console
 from rich.progress import track
 from throughput import Bench
 
-import magicpig
 from magicpig import trace
 from magicpig.cli.inputs import length_list
 from magicpig.kv.places import give_back_pinned
@@ -99,13 +97,7 @@ def table(points: list[Point]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
-    )
-    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
+    parser = of_a_model(__doc__)
     parser.add_argument("--prompts", type=argument(length_list), default="32k,96k")
     parser.add_argument("--systems", type=argument(a_method), nargs="+", default=list(SYSTEMS))
     parser.add_argument("--rounds", type=argument(positive), default=2)
@@ -116,10 +108,7 @@ def main() -> None:
         help="of one more prompt, the last one of the last system",
     )
     args = parser.parse_args()
-    print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
-    if args.device == "cuda":
-        print(f", {torch.cuda.get_device_name()}", end="")
-    print(f"; {args.model}\n")
+    print(f"{hardware(args.device)}; {args.model}\n")
     bench = Bench(args.model, args.device)
     points = []
     for tokens in args.prompts:

@@ -19,7 +19,6 @@ bytes of rows, codes and buckets read from the CPU's memory, per second, of stre
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -34,11 +33,10 @@ from typing import Any
 import torch
 from arguments import (
     a_budget,
-    a_device,
     a_method,
-    a_model,
     argument,
     new_file,
+    of_a_model,
     positive,
     some_seconds,
 )
@@ -306,13 +304,7 @@ def let_go(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=argument(a_model), default="llama-3.1-8b", help="its geometry"
-    )
-    parser.add_argument("--device", type=argument(a_device), default="cuda", help="cuda or cpu")
+    parser = of_a_model(__doc__)
     parser.add_argument("--contexts", type=argument(length_list), help="(16k,32k,96k)")
     parser.add_argument(
         "--budgets", type=argument(a_budget), nargs="+", help="(24GiB 40GiB 48GiB none; CPU: none)"
@@ -352,9 +344,7 @@ def main() -> None:
     budgets = args.budgets or (["none"] if args.device == "cpu" else budgets)
     contexts, batches = args.contexts or contexts, args.batches or batches
     start, times = time.perf_counter(), cpu_time()
-    print(f"{hardware()}, {magicpig.num_threads()} threads", end="")
-    if args.device == "cuda":
-        print(f", {torch.cuda.get_device_name()}", end="")
+    print(hardware(args.device), end="")
     bench = Bench(args.model, args.device)
     print(f", streamed read {bench.roof / 1e9:.1f} GB/s; {args.model}\n")
     points: list[Point] = []
