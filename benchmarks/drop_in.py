@@ -55,15 +55,16 @@ class Clock:
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
+            torch.cuda.synchronize()
             self.held = torch.cuda.memory_allocated()
-        self.lap()
+            torch.cuda.reset_peak_memory_stats()
+        self.began = time.perf_counter()
 
     def lap(self) -> float:
         if self.cuda:
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        took, self.began = now - getattr(self, "began", now), now
-        return took
+        began, self.began = self.began, time.perf_counter()
+        return self.began - began
 
     def peak(self) -> int | None:
         """Since it was last asked for."""
@@ -80,7 +81,6 @@ def measured(bench: Bench, system: str, context: int, steps: int) -> Point:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(vocabulary, (1, context), device=bench.device)
     clock = Clock(bench.device)
-    clock.peak()
     with nullcontext() if system == OWN else hf.enable(model, system):
         cache = DynamicCache(config=model.config)
         out = model(prompt, past_key_values=cache, logits_to_keep=1)
@@ -130,7 +130,7 @@ def main() -> None:
     bench = Bench(args.model, args.device)
     points = []
     for context in args.contexts:
-        for system in {args.systems[0], args.systems[-1]}:  # warms up; host memory is pinned
+        for system in (args.systems[0], args.systems[-1]):  # warms up; host memory is pinned
             measured(bench, system, context, 2)
         for system in track(args.systems, f"{context:,} tokens", console=console):
             points.append(measured(bench, system, context, args.steps))
